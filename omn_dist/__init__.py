@@ -1,0 +1,19 @@
+"""omn_dist: an FSDP2-native sharded dual optimizer, and the training system around it."""
+
+from omn_dist.algorithms.newton_schulz import orthogonalize
+from omn_dist.optimizer import DualOptimizer
+from omn_dist.plan.ownership import Plan, plan_ownership
+from omn_dist.presets import PRESETS, Preset
+from omn_dist.roles.groups import build_parameter_groups
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PRESETS",
+    "DualOptimizer",
+    "Plan",
+    "Preset",
+    "build_parameter_groups",
+    "orthogonalize",
+    "plan_ownership",
+]

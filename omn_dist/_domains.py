@@ -1,0 +1,167 @@
+"""Domains: matrices that share one set of ranks, each with its plan, its process group and its pipeline."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from omn_dist.algorithms.newton_schulz import recipe_by_name
+from omn_dist.exchange.pipeline import Pipeline
+from omn_dist.exchange.transport import all_gather_single
+from omn_dist.plan.matrix import Matrix
+from omn_dist.plan.ownership import Plan, plan_matrices
+from omn_dist.plan.placement import placed
+from omn_dist.plan.traffic import Transport
+
+Member = tuple[Tensor, dict[str, Any]]
+"""A parameter and its group."""
+
+
+@dataclass(frozen=True)
+class Domain:
+    """One plan in execution."""
+
+    plan: Plan
+    members: Mapping[str, Member]
+    """By parameter name."""
+    pipeline: Pipeline
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has handed to collectives for other ranks."""
+        return self.pipeline.traffic.num_elements_sent * self.plan.wire_itemsize
+
+
+class SharedGroups:
+    """Process groups of an optimizer and of its deep copies: made once for each set of ranks, never copied.
+
+    The pipeline has a group of its own, since two streams of collectives on one communicator can deadlock.
+    """
+
+    def __init__(self, replicas: dist.ProcessGroup | None = None) -> None:
+        self.replicas = replicas
+        self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """The pipeline's group of these global ranks; ``None`` for fewer than two. Collective on first use."""
+        if len(ranks) < 2:
+            return None
+        if ranks not in self._by_ranks:
+            group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="omn_dist_pipeline")
+            self._by_ranks[ranks] = group
+        return self._by_ranks[ranks]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), ())
+
+
+def build_domains(
+    groups: Sequence[dict[str, Any]],
+    *,
+    wire: str,
+    wave_bytes: int,
+    transport: Transport,
+    shared: SharedGroups,
+    owners: Mapping[str, int],
+) -> list[Domain]:
+    """The domains of the matrix groups. Collective over each domain's ranks, which compare their plans.
+
+    Raises:
+        ValueError: ranks whose plans differ, or an owner for a matrix that is not there.
+        NotImplementedError: a placement, or a set of meshes, that is not supported.
+    """
+    replicas = tuple(dist.get_process_group_ranks(shared.replicas)) if shared.replicas is not None else ()
+    by_ranks: dict[tuple[tuple[int, ...], str], tuple[list[Matrix], dict[str, Member]]] = {}
+    for group in groups:
+        num_steps = recipe_by_name(group["newton_schulz"]).schedule.num_steps
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            place = placed(name, parameter, replicas)
+            matrices, members = by_ranks.setdefault((place.ranks, place.layout.kind), ([], {}))
+            if name in members:
+                raise ValueError(f"parameter {name}: two parameters of this name, expected unique param_names")
+            matrices.append(Matrix.whole(name, place.layout, num_steps))
+            members[name] = (parameter, group)
+    meshes = sorted(ranks for ranks, kind in by_ranks if kind == "shard")
+    if len(meshes) > 1:
+        raise NotImplementedError(f"matrices on {len(meshes)} meshes with different ranks {meshes}, expected one mesh")
+    unknown = sorted(set(owners) - {name for _, members in by_ranks.values() for name in members})
+    if unknown:
+        raise ValueError(f"owners: {unknown[0]!r} is no matrix of this optimizer, expected names of Muon parameters")
+    dtype = _wire_dtype(wire, groups)
+    # Sharded matrices first, on every rank alike.
+    return [
+        _build(key, *by_ranks[key], dtype, wave_bytes, transport, shared, owners)
+        for key in sorted(by_ranks, key=lambda key: (key[1] != "shard", key[0]))
+    ]
+
+
+def _build(
+    key: tuple[tuple[int, ...], str],
+    matrices: list[Matrix],
+    members: dict[str, Member],
+    dtype: torch.dtype,
+    wave_bytes: int,
+    transport: Transport,
+    shared: SharedGroups,
+    owners: Mapping[str, int],
+) -> Domain:
+    ranks, kind = key
+    world_size = max(len(ranks), 1)
+    plan = plan_matrices(
+        matrices,
+        world_size,
+        wave_bytes=wave_bytes,
+        wire_itemsize=dtype.itemsize,
+        transport=transport,
+        owners=[owners[matrix.name] for matrix in matrices] if owners else None,
+    )
+    if kind == "replicate" and world_size == 1 and dist.is_initialized() and dist.get_world_size() > 1:
+        warnings.warn(
+            f"{len(matrices)} matrices are plain tensors and no process_group was given: each of {dist.get_world_size()} ranks "
+            "orthogonalises all of them; pass process_group to share the work of equal copies",
+            stacklevel=5,
+        )
+    device = next(iter(members.values()))[0].device
+    group = shared.of(ranks)
+    if group is not None:
+        compare_plans(plan, group, device)
+    rank = ranks.index(dist.get_rank()) if ranks else 0
+    return Domain(plan, members, Pipeline(plan, rank, group, device, dtype))
+
+
+def compare_plans(plan: Plan, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raise ``ValueError`` on all ranks of ``group`` when their plans differ, with the first difference. Collective."""
+    size = dist.get_world_size(group)
+    mine = torch.tensor(list(bytes.fromhex(plan.hash)), dtype=torch.uint8, device=device)
+    everybody = torch.empty(size * mine.numel(), dtype=torch.uint8, device=device)
+    all_gather_single(everybody, mine, group=group)
+    hashes = everybody.view(size, -1).tolist()
+    if all(other == hashes[0] for other in hashes):
+        return
+    descriptions: list[tuple[str, ...] | None] = [None] * size
+    dist.all_gather_object(descriptions, plan.description, group=group)
+    first = descriptions[0] or ()
+    for rank, other in enumerate(descriptions):
+        if other is None or other == first:
+            continue
+        here = next((line for line in first if line not in other), "nothing more")
+        there = next((line for line in other if line not in first), "nothing more")
+        raise ValueError(
+            f"plan: ranks 0 and {rank} of {size} differ, expected the same parameters and options on all; "
+            f"rank 0 has {here!r}, rank {rank} has {there!r}"
+        )
+
+
+def _wire_dtype(wire: str, groups: Sequence[Mapping[str, Any]]) -> torch.dtype:
+    """bf16 loses nothing exactly when every Newton-Schulz casts to it before it normalises."""
+    if wire != "auto":
+        return torch.float32 if wire == "float32" else torch.bfloat16
+    dtypes = {recipe_by_name(group["newton_schulz"]).dtype for group in groups}
+    return dtypes.pop() if len(dtypes) == 1 else torch.float32

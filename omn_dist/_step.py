@@ -1,0 +1,175 @@
+"""One step's view of the parameters: what is read from groups and gradients, and what is written to shards."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
+
+from omn_dist._domains import Member
+from omn_dist.algorithms import muon
+from omn_dist.algorithms.adamw import adamw_update
+from omn_dist.algorithms.muon import MuonSettings
+from omn_dist.plan.layout import Segment
+from omn_dist.plan.ownership import Plan
+from omn_dist.plan.placement import as_matrix, local_tensor
+
+Gradients = Mapping[Tensor, Tensor | None]
+
+
+def checked_gradient(name: str, parameter: Tensor) -> Tensor | None:
+    """The local part of the parameter's gradient, or ``None``; ``ValueError`` when it does not fit the parameter."""
+    gradient = parameter.grad
+    if gradient is None:
+        return None
+    if gradient.layout != torch.strided:
+        raise ValueError(f"parameter {name}: found a gradient of layout {gradient.layout}, expected a dense one")
+    if isinstance(parameter, DTensor) != isinstance(gradient, DTensor):
+        raise ValueError(
+            f"parameter {name}: found a {type(gradient).__name__} as gradient of a {type(parameter).__name__}, expected both alike"
+        )
+    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+        found = (gradient.device_mesh, gradient.placements)
+        if found != (parameter.device_mesh, parameter.placements):
+            raise ValueError(
+                f"parameter {name}: found a gradient with placements {gradient.placements} on {gradient.device_mesh}, expected "
+                f"{parameter.placements} on {parameter.device_mesh}; reduce it before the step"
+            )
+    local = local_tensor(gradient)
+    if local.shape != local_tensor(parameter).shape:
+        raise ValueError(
+            f"parameter {name}: found a gradient of local shape {tuple(local.shape)}, expected "
+            f"{tuple(local_tensor(parameter).shape)}"
+        )
+    return local
+
+
+@dataclass
+class _Shard:
+    """The local part of one parameter, as matrices."""
+
+    parameter: Tensor
+    momentum: Tensor
+    gradient: Tensor | None
+    settings: MuonSettings
+
+
+class MatrixStep:
+    """What the pipeline asks of Muon, for the matrices of one plan at one step."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        members: Mapping[str, Member],
+        state: Mapping[Tensor, Mapping[str, Any]],
+        gradients: Gradients,
+    ) -> None:
+        self._plan = plan
+        settings_by_group: dict[int, MuonSettings] = {}
+        by_name: dict[str, _Shard] = {}
+        for name, (parameter, group) in members.items():
+            settings = settings_by_group.setdefault(id(group), _muon_settings(group))
+            gradient = gradients[parameter]
+            by_name[name] = _Shard(
+                as_matrix(local_tensor(parameter)),
+                as_matrix(local_tensor(state[parameter]["momentum_buffer"])),
+                None if gradient is None else as_matrix(gradient),
+                settings,
+            )
+        self._shards = [by_name[matrix.parameter_name] for matrix in plan.matrices]
+        self._presences: list[Tensor] = []
+
+    def saw_gradient(self) -> bool:
+        """Whether another rank reported a gradient for a shard that has none here. Reads from the device."""
+        return any(bool(present) for present in self._presences)
+
+    def has_gradient(self, matrix: int) -> bool:
+        return self._shards[matrix].gradient is not None
+
+    def prepare(self, matrix: int, segment: Segment) -> Tensor:
+        shard = self._shards[matrix]
+        momentum = _local(shard.momentum, segment)
+        return muon.prepare(_gradient(shard, segment), momentum, shard.settings)
+
+    def transform(self, matrix: int, direction: Tensor) -> Tensor:
+        return muon.transform(direction, self._shards[matrix].settings)
+
+    def apply(self, matrix: int, segment: Segment, update: Tensor, present: Tensor | None) -> None:
+        shard, whole = self._shards[matrix], self._plan.matrices[matrix]
+        parameter, momentum = _local(shard.parameter, segment), _local(shard.momentum, segment)
+        new_parameter, new_momentum = muon.apply(
+            parameter,
+            _gradient(shard, segment),
+            momentum,
+            update,
+            shard.settings,
+            num_rows=whole.num_rows,
+            num_columns=whole.num_columns,
+        )
+        if present is not None:
+            self._presences.append(present.clone())
+            new_parameter = torch.where(present > 0, new_parameter, parameter)
+            new_momentum = torch.where(present > 0, new_momentum, momentum)
+        parameter.copy_(new_parameter)
+        momentum.copy_(new_momentum)
+
+
+class AdamWStep:
+    """AdamW of all its groups at one step, on local shards that have a gradient."""
+
+    def __init__(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        state: Mapping[Tensor, Mapping[str, Any]],
+        gradients: Gradients,
+    ) -> None:
+        self._groups = groups
+        self._state = state
+        self._gradients = gradients
+
+    def run(self) -> None:
+        """Update parameters and state in place. Not collective."""
+        with record_function("omn_dist::adamw"):
+            for group in self._groups:
+                present = [parameter for parameter in group["params"] if self._gradients[parameter] is not None]
+                states = [self._state[parameter] for parameter in present]
+                adamw_update(
+                    [local_tensor(parameter) for parameter in present],
+                    [gradient for parameter in present if (gradient := self._gradients[parameter]) is not None],
+                    [local_tensor(state["exp_avg"]) for state in states],
+                    [local_tensor(state["exp_avg_sq"]) for state in states],
+                    [state["step"] for state in states],
+                    lr=float(group["lr"]),
+                    betas=tuple(group["betas"]),
+                    epsilon=group["eps"],
+                    weight_decay=group["weight_decay"],
+                )
+
+
+def _muon_settings(group: Mapping[str, Any]) -> MuonSettings:
+    return MuonSettings(
+        lr=float(group["lr"]),
+        weight_decay=group["weight_decay"],
+        momentum=group["momentum"],
+        momentum_rule=group["momentum_rule"],
+        nesterov=group["nesterov"],
+        newton_schulz=group["newton_schulz"],
+        scale=group["scale"],
+    )
+
+
+def _local(local: Tensor, segment: Segment) -> Tensor:
+    return local[
+        segment.local_row : segment.local_row + segment.num_rows,
+        segment.local_column : segment.local_column + segment.num_columns,
+    ]
+
+
+def _gradient(shard: _Shard, segment: Segment) -> Tensor:
+    """The gradient of a rectangle; a missing one counts as zeros, for the ranks that have theirs."""
+    if shard.gradient is None:
+        return torch.zeros_like(_local(shard.momentum, segment))
+    return _local(shard.gradient, segment)

@@ -1,0 +1,1 @@
+"""Update rules as pure functions: values in, values out; no process group, no global switch."""

@@ -1,0 +1,40 @@
+"""The two momentum conventions: shard-local, elementwise, the same bits on a shard as on the whole tensor."""
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from omn_dist.settings import unknown_name
+
+MomentumRule = Literal["sum", "ema"]
+MOMENTUM_RULES: tuple[str, ...] = get_args(MomentumRule)
+
+
+def next_momentum(gradient: Tensor, momentum: Tensor, coefficient: float, rule: MomentumRule) -> Tensor:
+    """The momentum buffer after this gradient, as a new tensor in the dtype of ``momentum``.
+
+    ``sum``: ``mu B + G`` (Muon as first published, OMN). ``ema``: ``B + (1 - mu)(G - B)`` (``torch.optim.Muon``).
+    """
+    if rule == "sum":
+        return momentum.mul(coefficient).add_(gradient)
+    if rule == "ema":
+        return momentum.lerp(gradient.to(momentum.dtype), 1 - coefficient)
+    raise ValueError(unknown_name("momentum rule", rule, MOMENTUM_RULES))
+
+
+def direction(gradient: Tensor, updated: Tensor, coefficient: float, rule: MomentumRule, nesterov: bool) -> Tensor:
+    """The matrix handed to Newton-Schulz, from the gradient and the *updated* momentum.
+
+    Nesterov: ``G + mu B`` under ``sum``, ``G + mu (B - G)`` under ``ema``; without it the momentum itself.
+    """
+    if not nesterov:
+        return updated
+    gradient = gradient.to(updated.dtype)
+    if rule == "sum":
+        if updated.dtype != torch.float32:
+            # In half precision the vector body and the scalar tail of this kernel round differently, so that a shard would
+            # not have the bits of the whole.
+            return gradient.float().add(updated.float(), alpha=coefficient).to(updated.dtype)
+        return gradient.add(updated, alpha=coefficient)
+    return gradient.lerp(updated, coefficient)

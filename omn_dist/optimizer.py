@@ -1,0 +1,269 @@
+"""DualOptimizer: the thin shell that joins groups, plan, pipeline and update rules into a ``torch.optim.Optimizer``."""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from omn_dist._domains import Domain, SharedGroups, build_domains
+from omn_dist._step import AdamWStep, MatrixStep, checked_gradient
+from omn_dist.plan.ownership import DEFAULT_WAVE_BYTES, Plan
+from omn_dist.plan.traffic import Transport
+from omn_dist.presets import Preset, resolve_preset
+from omn_dist.settings import SettingsError, unknown_name
+
+logger = logging.getLogger(__name__)
+
+_GROUP_FIELDS: dict[str, dict[str, str]] = {
+    # Field of a group to the preset's field that fills it.
+    "muon": {name: name for name in ("lr", "weight_decay", "momentum", "momentum_rule", "nesterov", "newton_schulz", "scale")},
+    "adamw": {"lr": "adamw_lr", "betas": "adamw_betas", "eps": "adamw_epsilon", "weight_decay": "adamw_weight_decay"},
+}
+
+
+class DualOptimizer(torch.optim.Optimizer):
+    """Muon on whole matrices and AdamW on the rest, for parameters sharded with FSDP2.
+
+    A plain optimizer: schedulers, ``closure``, ``zero_grad``, ``state_dict``, ``add_param_group`` and ``deepcopy`` work, and
+    ``param_groups`` are read at every step. Momentum is a DTensor with the parameter's mesh and placements. The weights after a
+    step are bitwise those of one process that runs the same algorithm on whole tensors.
+
+    Args:
+        groups: of ``build_parameter_groups``, or your own dictionaries with ``params``, ``algorithm`` (``"muon"`` or
+            ``"adamw"``) and, if you like, ``param_names`` and any field of the algorithm.
+        preset: ``"omn"``, ``"torch"`` or a :class:`~omn_dist.presets.Preset`.
+        wave_bytes: byte budget of one slot of the pipeline and of the stack of whole matrices, per rank.
+        transport: ``"all_to_all"``, or ``"all_gather"`` for fabrics without a good all-to-all. The same on all ranks.
+        process_group: ranks that hold equal copies of the *plain* tensors among the matrices (DDP): they then share the work.
+            Without it every rank works on its own plain tensors.
+        owners: owner rank of each matrix by parameter name, instead of the planner's choice.
+        overrides: fields of the preset.
+
+    A parameter without a gradient on any rank is left bit-identical, state included. A matrix whose gradient is present on some
+    ranks only takes the others' shards as zeros; an AdamW shard without a gradient is left alone on its rank.
+
+    Raises:
+        ValueError: no group, an unknown algorithm, field or preset, a parameter that its algorithm cannot take, or ranks whose
+            plans differ (on all of them, naming the difference).
+        NotImplementedError: a placement that is not supported.
+
+    Collective: all ranks of the parameters' mesh construct it and call ``step``.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[Mapping[str, Any]],
+        *,
+        preset: str | Preset = "omn",
+        wave_bytes: int = DEFAULT_WAVE_BYTES,
+        transport: Transport = "all_to_all",
+        process_group: dist.ProcessGroup | None = None,
+        owners: Mapping[str, int] | None = None,
+        **overrides: Any,
+    ) -> None:
+        self._preset = resolve_preset(preset, overrides)
+        if transport not in ("all_to_all", "all_gather"):
+            raise ValueError(unknown_name("transport", transport, ("all_to_all", "all_gather")))
+        self._wave_bytes = wave_bytes
+        self._transport: Transport = transport
+        self._owners = dict(owners or {})
+        self._shared = SharedGroups(process_group)
+        self._domains: list[Domain] | None = None
+        given = [dict(group) for group in groups]
+        if not given:
+            raise ValueError("groups: found none, expected those of build_parameter_groups(model)")
+        super().__init__(given, {"lr": self._preset.lr})
+        self._domains = self._build_domains()
+
+    @property
+    def preset(self) -> Preset:
+        """The recipe with its overrides; groups may differ from it."""
+        return self._preset
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plan of the sharded matrices and that of the plain ones, as far as there are any."""
+        return tuple(domain.plan for domain in self._built())
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has handed to collectives for other ranks, in all steps since the pipelines were built."""
+        return sum(domain.bytes_sent for domain in self._built())
+
+    @property
+    def num_collectives(self) -> int:
+        """Collectives that this rank has taken part in, in all steps since the pipelines were built."""
+        return sum(domain.pipeline.traffic.num_collectives for domain in self._built())
+
+    @override
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group like those of the constructor. Collective once the optimizer is built: the plan is made anew."""
+        group = self._completed(dict(param_group))
+        super().add_param_group(group)
+        try:
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                self._check_parameter(name, parameter, group["algorithm"])
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        for parameter in group["params"]:
+            self._allocate_state(parameter, group["algorithm"])
+        if self._domains is not None:
+            self._domains = self._build_domains()
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @override
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One update of every parameter that has a gradient; gradients are not changed.
+
+        Collective over the parameters' mesh. No host synchronisation on CUDA while all gradients are there. Returns what
+        ``closure`` returns.
+
+        Raises:
+            RuntimeError: no parameter has a gradient on any rank (backward did not run, or the optimizer was built before
+                ``fully_shard`` replaced the parameters).
+            ValueError: a gradient of another shape, mesh, placement or layout than its parameter; raised before anything moves.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        domains = self._built()
+        gradients = {
+            parameter: checked_gradient(name, parameter)
+            for group in self.param_groups
+            for name, parameter in zip(group["param_names"], group["params"], strict=True)
+        }
+        adamw = AdamWStep([group for group in self.param_groups if group["algorithm"] == "adamw"], self.state, gradients)
+        steps = [MatrixStep(domain.plan, domain.members, self.state, gradients) for domain in domains]
+        if not domains:
+            adamw.run()
+        for number, (domain, step) in enumerate(zip(domains, steps, strict=True)):
+            domain.pipeline.run(step, adamw.run if number == 0 else lambda: None)
+        if all(gradient is None for gradient in gradients.values()) and not any(step.saw_gradient() for step in steps):
+            raise RuntimeError(
+                f"step: found no gradient on any of {len(gradients)} parameters, expected a backward before it; if there was one, "
+                "the optimizer was built before fully_shard replaced the parameters: build it afterwards"
+            )
+        return loss
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a ``state_dict`` of an optimizer with the same groups; state keeps the dtypes that it was saved with.
+
+        Raises:
+            ValueError: the saved groups hold other parameters, named with their group.
+        """
+        for number, (saved, built) in enumerate(zip(state_dict["param_groups"], self.param_groups, strict=False)):
+            for field in ("algorithm", "param_names"):
+                if field in saved and saved[field] != built[field]:
+                    raise ValueError(_difference(number, field, saved[field], built[field]))
+        super().load_state_dict(state_dict)
+        identities = [identity for group in state_dict["param_groups"] for identity in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for identity, parameter in zip(identities, parameters, strict=True):
+            # torch casts floating state to the parameter's dtype, which would round fp32 momentum of bf16 parameters.
+            for key, value in state_dict["state"].get(identity, {}).items():
+                if isinstance(value, Tensor) and self.state[parameter][key].dtype != value.dtype:
+                    self.state[parameter][key] = value.to(parameter.device, copy=True)
+        # The plan is compared across ranks again before the next step.
+        self._domains = None
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("_preset", "_wave_bytes", "_transport", "_owners", "_shared")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}, "_domains": None}
+
+    def _built(self) -> list[Domain]:
+        if self._domains is None:
+            self._domains = self._build_domains()
+        return self._domains
+
+    def _build_domains(self) -> list[Domain]:
+        domains = build_domains(
+            [group for group in self.param_groups if group["algorithm"] == "muon"],
+            wire=self._preset.wire,
+            wave_bytes=self._wave_bytes,
+            transport=self._transport,
+            shared=self._shared,
+            owners=self._owners,
+        )
+        for domain in domains:
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                logger.info("%s", domain.plan)
+        return domains
+
+    def _completed(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The group with every field of its algorithm, those that it lacks from the preset."""
+        algorithm = group.get("algorithm")
+        if algorithm not in _GROUP_FIELDS:
+            if algorithm is None:
+                raise SettingsError("group: found no 'algorithm', expected 'muon' or 'adamw'")
+            raise SettingsError(unknown_name("algorithm", str(algorithm), _GROUP_FIELDS))
+        fields = _GROUP_FIELDS[algorithm]
+        for key in group:
+            if key not in fields and key not in ("params", "param_names", "algorithm", "initial_lr"):
+                raise SettingsError(unknown_name(f"field of a group on {algorithm}", key, fields))
+        if isinstance(group["params"], Tensor):
+            group["params"] = [group["params"]]
+        group["params"] = list(group["params"])
+        if "param_names" not in group:
+            first = sum(len(other["params"]) for other in self.param_groups)
+            named = [item for item in group["params"] if isinstance(item, tuple)]
+            group["param_names"] = [name for name, _ in named] or [
+                f"parameter_{first + position}" for position in range(len(group["params"]))
+            ]
+            group["params"] = [item[1] if isinstance(item, tuple) else item for item in group["params"]]
+        if len(group["param_names"]) != len(group["params"]):
+            raise SettingsError(
+                f"group: found {len(group['param_names'])} param_names for {len(group['params'])} params, expected one each"
+            )
+        for field, source in fields.items():
+            group.setdefault(field, getattr(self._preset, source))
+        return group
+
+    def _check_parameter(self, name: str, parameter: Tensor, algorithm: str) -> None:
+        if parameter.is_meta:
+            raise ValueError(
+                f"parameter {name}: found it on the meta device, expected real memory; build the optimizer after to_empty, or use "
+                "plan_ownership for a plan of meta parameters"
+            )
+        if not parameter.is_floating_point():
+            raise TypeError(f"parameter {name}: found dtype {parameter.dtype}, expected a real floating one")
+        if algorithm == "muon" and parameter.ndim != 2:
+            raise ValueError(
+                f"parameter {name}: found shape {tuple(parameter.shape)} in a group on muon, expected a matrix; put it on adamw"
+            )
+
+    def _allocate_state(self, parameter: Tensor, algorithm: str) -> None:
+        """Zero state at once: a lazy one would make torch's state-dict helpers run a hidden step."""
+        state = self.state[parameter]
+        if state:
+            return
+        if algorithm == "muon":
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        else:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if parameter.is_cuda else "cpu")
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+
+
+def _difference(number: int, field: str, saved: Any, built: Any) -> str:
+    if field == "param_names":
+        only_saved = [name for name in saved if name not in built]
+        only_built = [name for name in built if name not in saved]
+        where = f"only saved: {only_saved[:3]}, only here: {only_built[:3]}"
+        if not only_saved and not only_built:
+            where = "the same names in another order"
+        return f"group {number}: saved with {len(saved)} parameters, found {len(built)} here ({where}); expected the same groups"
+    return f"group {number}: {field} saved as {saved!r}, found {built!r} here; expected the same groups"

@@ -1,0 +1,214 @@
+"""The plan: owners and waves of all matrices, frozen, hashable, the same on every rank."""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from omn_dist.algorithms.coefficients import QUINTIC
+from omn_dist.plan.layout import Layout
+from omn_dist.plan.matrix import Matrix
+from omn_dist.plan.owners import assign_owners
+from omn_dist.plan.traffic import Counts, Transport, elements_sent, wave_traffic
+from omn_dist.plan.waves import assign_waves
+
+DEFAULT_WAVE_BYTES = 64 * 2**20
+"""Byte budget of one slot, and of the stack: two large fp32 matrices of a 1.5B model."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who orthogonalises which matrix, and in which wave. Made from shapes and layouts alone, never from gradients."""
+
+    world_size: int
+    matrices: tuple[Matrix, ...]
+    owners: tuple[int, ...]
+    """The owner rank of each matrix."""
+    waves: tuple[tuple[int, ...], ...]
+    """Indices into ``matrices``: an exact partition."""
+    wire_itemsize: int
+    """Bytes of one element in flight."""
+    wave_bytes: int
+    """The budget that was asked for."""
+    transport: Transport = "all_to_all"
+
+    def __post_init__(self) -> None:
+        moved = sorted(index for wave in self.waves for index in wave)
+        if moved != list(range(len(self.matrices))) or len(self.owners) != len(self.matrices):
+            raise ValueError("plan: every matrix needs exactly one owner and one wave")
+        if any(not 0 <= owner < self.world_size for owner in self.owners):
+            raise ValueError(f"plan: an owner is not one of the {self.world_size} ranks")
+
+    @cached_property
+    def description(self) -> tuple[str, ...]:
+        """One line a fact, in a fixed order: what the hash is made of and what is compared when two ranks differ."""
+        wave_by_matrix = {index: number for number, wave in enumerate(self.waves) for index in wave}
+        head = (
+            f"world size {self.world_size}",
+            f"wire {self.wire_itemsize} bytes an element",
+            f"transport {self.transport}",
+            f"order {[list(wave) for wave in self.waves]}",
+        )
+        return head + tuple(
+            f"matrix {matrix.name}: {matrix.num_rows} x {matrix.num_columns} of parameter {matrix.parameter_name} "
+            f"{list(matrix.layout.shape)} ({matrix.layout.kind}), region {[list(piece) for piece in matrix.region]}, "
+            f"{matrix.num_steps} steps, owner {owner}, wave {wave_by_matrix[index]}"
+            for index, (matrix, owner) in enumerate(zip(self.matrices, self.owners, strict=True))
+        )
+
+    @cached_property
+    def hash(self) -> str:
+        """SHA-256 of the description, in hex: equal exactly when two ranks would do the same."""
+        return hashlib.sha256(json.dumps(self.description).encode()).hexdigest()
+
+    @cached_property
+    def flops_by_rank(self) -> Counts:
+        """``[world_size]``: estimated Newton-Schulz FLOPs of each rank in one step."""
+        flops = np.zeros(self.world_size, dtype=np.int64)
+        for matrix, owner in zip(self.matrices, self.owners, strict=True):
+            flops[owner] += matrix.flops
+        return flops
+
+    @property
+    def imbalance(self) -> float:
+        """Largest over mean load, 1.0 at best (and when there is nothing to do)."""
+        mean = float(self.flops_by_rank.mean())
+        return float(self.flops_by_rank.max()) / mean if mean else 1.0
+
+    @cached_property
+    def wave_imbalance(self) -> float:
+        """Sum over waves of the slowest rank's FLOPs, over the mean load: what ranks in lockstep would take."""
+        slowest = 0
+        for wave in self.waves:
+            flops = np.zeros(self.world_size, dtype=np.int64)
+            for index in wave:
+                flops[self.owners[index]] += self.matrices[index].flops
+            slowest += int(flops.max())
+        mean = float(self.flops_by_rank.mean())
+        return slowest / mean if mean else 1.0
+
+    @cached_property
+    def bytes_sent_by_rank(self) -> Counts:
+        """``[world_size]``: bytes that each rank sends to other ranks in one step."""
+        elements = np.zeros(self.world_size, dtype=np.int64)
+        for wave in self.waves:
+            elements += elements_sent(self.matrices, self.owners, wave, self.world_size, self.transport)
+        return elements * self.wire_itemsize
+
+    @cached_property
+    def temporary_bytes(self) -> int:
+        """Bytes of the two slots and the stack on the rank that needs most; without the second transport's own buffers."""
+        shard_side, owner_side, stack = np.zeros((3, self.world_size), dtype=np.int64)
+        for wave in self.waves:
+            traffic = wave_traffic(self.matrices, self.owners, wave, self.world_size)
+            shard_side = np.maximum(shard_side, traffic.shard_side)
+            owner_side = np.maximum(owner_side, traffic.owner_side)
+            stack = np.maximum(stack, traffic.stack)
+        return int((2 * (shard_side + owner_side) + stack).max(initial=0)) * self.wire_itemsize
+
+    def summary(self) -> dict[str, Any]:
+        """The plan in numbers, for a run record; only JSON types."""
+        return {
+            "hash": self.hash,
+            "world_size": self.world_size,
+            "transport": self.transport,
+            "num_matrices": len(self.matrices),
+            "num_elements": sum(matrix.num_elements for matrix in self.matrices),
+            "num_waves": len(self.waves),
+            "wave_bytes": self.wave_bytes,
+            "wire_itemsize": self.wire_itemsize,
+            "flops_by_rank": self.flops_by_rank.tolist(),
+            "imbalance": self.imbalance,
+            "wave_imbalance": self.wave_imbalance,
+            "bytes_sent_by_rank": self.bytes_sent_by_rank.tolist(),
+            "temporary_bytes": self.temporary_bytes,
+        }
+
+    def __str__(self) -> str:
+        return (
+            f"plan {self.hash[:12]}: {len(self.matrices)} matrices on {self.world_size} ranks in {len(self.waves)} waves; "
+            f"{self.flops_by_rank.sum() / 1e9:.3f} GFLOP a step, imbalance {self.imbalance:.4f} "
+            f"(wave by wave {self.wave_imbalance:.4f}); at most {self.bytes_sent_by_rank.max(initial=0) / 2**20:.2f} MiB "
+            f"sent and {self.temporary_bytes / 2**20:.2f} MiB of temporaries a rank"
+        )
+
+
+def plan_matrices(
+    matrices: Sequence[Matrix],
+    world_size: int,
+    *,
+    wave_bytes: int = DEFAULT_WAVE_BYTES,
+    wire_itemsize: int = 4,
+    transport: Transport = "all_to_all",
+    owners: Sequence[int] | None = None,
+) -> Plan:
+    """The plan of these matrices; ``owners`` (one a matrix, in the given order) replaces the planner's own choice.
+
+    Pure, and the same for every order of ``matrices``. Raises ``ValueError`` for impossible numbers or names that are not unique.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size: found {world_size}, expected at least 1")
+    if wave_bytes < 1:
+        raise ValueError(f"wave_bytes: found {wave_bytes}, expected a positive number of bytes")
+    if owners is not None and len(owners) != len(matrices):
+        raise ValueError(f"owners: found {len(owners)} for {len(matrices)} matrices, expected one each")
+    order = sorted(range(len(matrices)), key=lambda index: matrices[index].name)
+    names = [matrices[index].name for index in order]
+    for first, second in itertools.pairwise(names):
+        if first == second:
+            raise ValueError(f"matrix {first}: planned twice, expected unique names")
+    chosen = tuple(matrices[index] for index in order)
+    for matrix in chosen:
+        if matrix.layout.world_size != world_size or matrix.layout.kind != chosen[0].layout.kind:
+            raise ValueError(
+                f"matrix {matrix.name}: {matrix.layout.kind} over {matrix.layout.world_size} ranks, expected "
+                f"{chosen[0].layout.kind} over {world_size} ranks like the rest of its plan"
+            )
+    assigned = assign_owners(chosen, world_size) if owners is None else tuple(owners[index] for index in order)
+    waves = assign_waves(chosen, assigned, world_size, wave_bytes, wire_itemsize)
+    return Plan(world_size, chosen, assigned, waves, wire_itemsize, wave_bytes, transport)
+
+
+def plan_ownership(
+    shapes: Mapping[str, Sequence[int]] | Iterable[Mapping[str, Any]],
+    world_size: int,
+    *,
+    num_steps: int = QUINTIC.num_steps,
+    wave_bytes: int = DEFAULT_WAVE_BYTES,
+    wire_itemsize: int = 4,
+    transport: Transport = "all_to_all",
+) -> Plan:
+    """The plan for matrices sharded with FSDP2 over ``world_size`` ranks, without a process group.
+
+    Args:
+        shapes: names to ``(rows, columns)``, or the groups of ``build_parameter_groups`` (their matrix groups are taken; a model
+            on the meta device will do).
+        world_size: number of ranks of the shard axis.
+        num_steps: Newton-Schulz iterations, for the cost.
+        wave_bytes: byte budget of one slot and of the stack, per rank.
+        wire_itemsize: bytes of one element in flight: 4 for fp32, 2 for bf16.
+        transport: how waves move.
+
+    Raises:
+        ValueError: a shape that is no matrix, or impossible numbers.
+
+    Not collective.
+    """
+    by_name: dict[str, tuple[int, ...]] = {}
+    if isinstance(shapes, Mapping):
+        by_name = {name: tuple(shape) for name, shape in shapes.items()}
+    else:
+        for group in shapes:
+            if group["algorithm"] != "adamw":
+                for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                    by_name[name] = tuple(parameter.shape)
+    for name, shape in by_name.items():
+        if len(shape) != 2:
+            raise ValueError(f"matrix {name}: found shape {shape}, expected (rows, columns)")
+    matrices = [Matrix.whole(name, Layout(shape, world_size, "shard"), num_steps) for name, shape in by_name.items()]
+    return plan_matrices(matrices, world_size, wave_bytes=wave_bytes, wire_itemsize=wire_itemsize, transport=transport)
