@@ -1,0 +1,110 @@
+"""Model and optimizer state by parameter name, and the checks that a saved state belongs to what was built.
+
+Everything here reads ``optimizer.state`` as it is. The state-dict helpers of torch are avoided on purpose: on a fresh
+optimizer they run a hidden step, and on load they cast state to the dtype of the parameter.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from omn_dist.settings import SettingsError
+
+StateByName = dict[str, dict[str, Tensor]]
+
+
+def model_state_by_name(model: nn.Module) -> dict[str, Tensor]:
+    """Live tensors of the model's state dict, each once: of a tied weight, the first name."""
+    seen: set[int] = set()
+    state: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            state[name] = tensor.detach()
+    return state
+
+
+def optimizer_state_by_name(optimizer: torch.optim.Optimizer) -> StateByName:
+    """Live state tensors by parameter name and state key, such as ``state["norm.weight"]["exp_avg"]``.
+
+    The groups must carry ``param_names``, and the optimizer must allocate its state at construction. Writing into the
+    tensors changes the optimizer.
+
+    Raises:
+        SettingsError: a parameter has no state yet, or two parameters share a name.
+    """
+    state_by_name: StateByName = {}
+    for group in optimizer.param_groups:
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            state = optimizer.state.get(parameter)
+            if not state:
+                raise SettingsError(f"optimizer: parameter {name!r} has no state, expected it from construction on")
+            if name in state_by_name:
+                raise SettingsError(f"optimizer: the name {name!r} belongs to two parameters, expected unique names")
+            state_by_name[name] = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+    return state_by_name
+
+
+def describe_groups(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    """What decides the meaning of each parameter's state, by parameter name; JSON-able, goes into a checkpoint."""
+    return {
+        name: {"algorithm": group["algorithm"], "weight_decay": float(group["weight_decay"])}
+        for group in optimizer.param_groups
+        for name in group["param_names"]
+    }
+
+
+def check_groups(saved: Mapping[str, Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a saved grouping that differs from the one that was built.
+
+    Raises:
+        SettingsError: naming the first parameter that differs, the field, and both values.
+    """
+    built = describe_groups(optimizer)
+    for name in sorted(set(saved) | set(built)):
+        if name not in built:
+            raise SettingsError(
+                f"optimizer: parameter {name!r} is in the checkpoint but in no group of this run; load it into the "
+                "model and the grouping it was saved from"
+            )
+        if name not in saved:
+            raise SettingsError(
+                f"optimizer: parameter {name!r} of this run is not in the checkpoint; load it into the model and the "
+                "grouping it was saved from"
+            )
+        for field, value in built[name].items():
+            if saved[name].get(field) != value:
+                raise SettingsError(
+                    f"optimizer: {field} of parameter {name!r} is {saved[name].get(field)!r} in the checkpoint and "
+                    f"{value!r} in this run; use the grouping it was saved from"
+                )
+
+
+def check_tensors(metadata: Metadata, template: Mapping[str, Tensor]) -> None:
+    """Refuse stored tensors that would be cast, cut or missing when they are loaded into ``template``.
+
+    torch.distributed.checkpoint casts to the dtype of the template without a word; this check comes first.
+
+    Args:
+        metadata: of the stored checkpoint.
+        template: the tensors to fill, by full name.
+
+    Raises:
+        SettingsError: naming the first tensor that differs, what was found and what was expected.
+    """
+    for name in sorted(template):
+        expected, stored = template[name], metadata.state_dict_metadata.get(name)
+        if not isinstance(stored, TensorStorageMetadata):
+            raise SettingsError(f"checkpoint: tensor {name!r} is missing; load it into the model it was saved from")
+        for field, found, wanted in (
+            ("shape", tuple(stored.size), tuple(expected.shape)),
+            ("dtype", stored.properties.dtype, expected.dtype),
+        ):
+            if found != wanted:
+                raise SettingsError(
+                    f"checkpoint: {field} of {name!r} is {found}, expected {wanted}; load it into the model and the "
+                    "optimizer it was saved from"
+                )

@@ -1,0 +1,160 @@
+"""Everything that can be checked before a run takes a step, without a process group."""
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from omn_dist.settings import SettingsError
+from omn_dist.train.checkpointing import SavedRun, complete_checkpoints, read_saved_run
+from omn_dist.train.config import RunConfig, check_for_world_size, to_mapping
+from omn_dist.train.data import BatchSource, TextData, open_data
+
+CHECKPOINTS = "checkpoints"
+"""Folder of the checkpoints in a run folder."""
+METRICS = "metrics.jsonl"
+"""Metrics file in a run folder."""
+RECORD = "record.json"
+"""Run record in a run folder."""
+LOSS_CURVE = "loss_curve.png"
+"""Plot in a run folder."""
+
+# Keys that may differ between a run and the checkpoint it continues without a word ...
+_FREE = ("run_folder", "logging", "checkpoint", "stop_after_steps", "collective_timeout_seconds", "data.path")
+# ... and those that may, because they change how far or how fast the run goes, and are reported.
+_REPORTED = (
+    "schedule.total_tokens",
+    "schedule.stable_until_tokens",
+    "batch.micro_batch",
+    "batch.max_consecutive_rejected",
+    "optimizer.wave_bytes",
+    "optimizer.transport",
+    "model.activation_checkpointing",
+    "reshard_after_forward",
+    "device",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Preflight:
+    """What the checks opened and found."""
+
+    data: TextData
+    """Opened text."""
+    train: BatchSource
+    """Training samples by number."""
+    validation: BatchSource
+    """Validation samples by number, in a fixed order."""
+    resume: SavedRun | None
+    """The checkpoint to continue from; ``None`` for a fresh start."""
+    changes: tuple[str, ...]
+    """Differences from the checkpoint's configuration that are allowed and worth a line each."""
+
+
+def preflight(config: RunConfig, world_size: int) -> Preflight:
+    """Check the data, the sizes against each other and the state of the run folder. Writes nothing, no collective.
+
+    Raises:
+        SettingsError: the run cannot start; one line.
+    """
+    check_for_world_size(config, world_size)
+    data = open_data(config.data)
+    if data.vocab_size > config.model.vocab_size:
+        raise SettingsError(
+            f"model.vocab_size: found {config.model.vocab_size}, expected at least {data.vocab_size}, the vocabulary of {data.name}"
+        )
+    length = config.data.sequence_length
+    train = BatchSource(data.train, sequence_length=length, seed=config.data.seed)
+    validation = BatchSource(data.validation, sequence_length=length, shuffle=False)
+    samples = config.logging.validation_batches * config.batch.global_batch
+    if samples > validation.num_windows:
+        raise SettingsError(
+            f"logging.validation_batches: found {config.logging.validation_batches} of {config.batch.global_batch} "
+            f"sequences = {samples}, expected at most the {validation.num_windows} sequences of the validation text; "
+            "lower it"
+        )
+    resume = _find_resume(config)
+    changes: tuple[str, ...] = ()
+    if resume is not None:
+        changes = compare_configs(resume.config, to_mapping(config))
+        if resume.data_fingerprint != data.fingerprint:
+            raise SettingsError(
+                f"data: the text of {data.name} is not the one that checkpoint {resume.path} was trained on "
+                f"(fingerprint {data.fingerprint}, expected {resume.data_fingerprint}); use the same text or another "
+                "run_folder"
+            )
+        if resume.world_size != world_size:
+            changes += (f"{world_size} ranks, {resume.world_size} in the checkpoint: not bitwise the same run",)
+    return Preflight(data=data, train=train, validation=validation, resume=resume, changes=changes)
+
+
+def _find_resume(config: RunConfig) -> SavedRun | None:
+    folder = Path(config.run_folder)
+    _check_writable(folder)
+    complete = complete_checkpoints(folder / CHECKPOINTS)
+    if config.checkpoint.resume == "auto":
+        return read_saved_run(complete[-1]) if complete else None
+    if config.checkpoint.resume == "none":
+        for name in (RECORD, METRICS, CHECKPOINTS):
+            if (folder / name).exists():
+                raise SettingsError(
+                    f"run_folder {folder}: holds a run already ({name}), expected an empty one with "
+                    "checkpoint.resume=none; choose another run_folder, or checkpoint.resume=auto to continue"
+                )
+        return None
+    saved = read_saved_run(Path(config.checkpoint.resume))
+    newer = [path.name for path in complete if int(path.name.rpartition("_")[2]) > saved.clock.steps]
+    if newer:
+        raise SettingsError(
+            f"run_folder {folder}: has checkpoints newer than {saved.path.name} ({', '.join(newer)}), which a run "
+            "from there would write over; choose another run_folder or remove them"
+        )
+    return saved
+
+
+def _check_writable(folder: Path) -> None:
+    existing = folder
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        raise SettingsError(f"run_folder {folder}: {existing} is a file, expected a folder; choose another run_folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise SettingsError(f"run_folder {folder}: {existing} is not writable; choose another run_folder")
+
+
+def compare_configs(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[str, ...]:
+    """Compare the configuration of a checkpoint with that of the run that continues it.
+
+    Returns:
+        the differences that are allowed and worth a line.
+
+    Raises:
+        SettingsError: naming all keys that must be the same and are not, with both values.
+    """
+    reported: list[str] = []
+    refused: list[str] = []
+    saved_by_key, current_by_key = dict(_leaves(saved)), dict(_leaves(current))
+    for key in sorted(saved_by_key.keys() | current_by_key.keys()):
+        before, now = saved_by_key.get(key), current_by_key.get(key)
+        if before == now or _among(key, _FREE):
+            continue
+        (reported if _among(key, _REPORTED) else refused).append(f"{key} {before!r} -> {now!r}")
+    if refused:
+        raise SettingsError(
+            f"checkpoint: saved with another configuration: {', '.join(refused)}; use the saved values, or another "
+            "run_folder for a new run"
+        )
+    return tuple(reported)
+
+
+def _leaves(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in mapping.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _among(key: str, names: tuple[str, ...]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)

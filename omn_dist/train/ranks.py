@@ -1,0 +1,131 @@
+"""The ranks of a run: who this process is, its process group, agreement on errors, and the request to stop."""
+
+import dataclasses
+import datetime
+import os
+import signal
+from collections.abc import Callable
+from types import FrameType
+from typing import Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from omn_dist.settings import SettingsError
+
+T = TypeVar("T")
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""Signals after which all ranks save a checkpoint at the end of the current window and exit."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """This process among the processes of the run."""
+
+    rank: int
+    """0 .. ``world_size`` - 1."""
+    local_rank: int
+    """Position on this machine; the index of the GPU."""
+    world_size: int
+    """Processes of the run."""
+    device: torch.device
+    """Where this rank computes."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes the files and talks to the user."""
+        return self.rank == 0
+
+
+def read_ranks(device: Literal["auto", "cpu", "cuda"]) -> Ranks:
+    """Who this process is, from the variables that torchrun sets; without them, the only process.
+
+    Raises:
+        SettingsError: CUDA is asked for and missing, fewer GPUs than processes on this machine, or incomplete
+        variables.
+    """
+    present = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in os.environ]
+    if present and len(present) < 3:
+        raise SettingsError(
+            f"environment: found {', '.join(present)} only, expected RANK, LOCAL_RANK and WORLD_SIZE; start with torchrun"
+        )
+    rank, local_rank, world_size = (
+        (int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])) if present else (0, 0, 1)
+    )
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return Ranks(rank=rank, local_rank=local_rank, world_size=world_size, device=torch.device("cpu"))
+    check_num_gpus(local_rank + 1)
+    return Ranks(rank=rank, local_rank=local_rank, world_size=world_size, device=torch.device("cuda", local_rank))
+
+
+def check_num_gpus(expected: int) -> None:
+    """Refuse a machine that has fewer than ``expected`` GPUs."""
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found < expected:
+        raise SettingsError(
+            f"device: found {found} GPUs on this machine, expected at least {expected}, one a process; start fewer "
+            "processes or use device=cpu"
+        )
+
+
+def start_process_group(ranks: Ranks, timeout_seconds: float) -> None:
+    """Join the default process group: gloo for CPU tensors, NCCL beside it for CUDA. All ranks must call."""
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    backend = "gloo"
+    if ranks.device.type == "cuda":
+        torch.cuda.set_device(ranks.device)
+        backend = "cpu:gloo,cuda:nccl"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
+
+
+def stop_process_group() -> None:
+    """Wait for all ranks, then leave the group. Ranks that leave at different moments can abort each other."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def agree(check: Callable[[], T]) -> T:
+    """Run ``check`` on every rank; where it fails on any, raise the failure of the lowest such rank on all of them.
+
+    Collective: all ranks must call, and ``check`` must not communicate. Held back are :class:`SettingsError` and
+    ``OSError`` (a file or folder that cannot be used); both come out as :class:`SettingsError`.
+    """
+    result: list[T] = []
+    message: str | None = None
+    try:
+        result.append(check())
+    except (SettingsError, OSError) as error:
+        message = str(error)
+    messages: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, message)
+    for rank, found in enumerate(messages):
+        if found is not None:
+            raise SettingsError(found if rank == 0 else f"rank {rank}: {found}")
+    return result[0]
+
+
+class StopRequest:
+    """Remembers that this process was asked to stop; the training loop looks at it once a window."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._previous: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> "StopRequest":
+        """Take over the stop signals."""
+        for number in STOP_SIGNALS:
+            self._previous[number] = signal.signal(number, self._remember)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give the signals back to whom they belonged."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True

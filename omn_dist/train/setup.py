@@ -1,0 +1,151 @@
+"""From a configuration to everything the loop needs: model, optimizer, data, clock, files."""
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from omn_dist import DualOptimizer, build_parameter_groups
+from omn_dist.models import OMN, shard_model
+from omn_dist.presets import resolve_preset
+from omn_dist.roles import format_groups
+from omn_dist.train.checkpointing import load_checkpoint
+from omn_dist.train.config import RunConfig
+from omn_dist.train.metrics import MetricsFile
+from omn_dist.train.norms import GroupView, view_groups
+from omn_dist.train.precision import apply_precision
+from omn_dist.train.preflight import METRICS, RECORD, Preflight, preflight
+from omn_dist.train.ranks import Ranks, agree
+from omn_dist.train.record import base_record, describe_optimizer, describe_ranks, write_record
+from omn_dist.train.schedule import TokenClock
+
+logger = logging.getLogger("omn_dist.train")
+
+
+@dataclasses.dataclass(kw_only=True)
+class Run:
+    """A run that is ready to take its next window."""
+
+    config: RunConfig
+    ranks: Ranks
+    folder: Path
+    """The run folder."""
+    checks: Preflight
+    """Opened data and the checkpoint to continue from."""
+    model: OMN
+    """Sharded over all ranks."""
+    optimizer: DualOptimizer
+    groups: tuple[GroupView, ...]
+    """Parallel to ``optimizer.param_groups``."""
+    peaks: tuple[float, ...]
+    """Peak learning rate of each group."""
+    clock: TokenClock
+    metrics: MetricsFile | None
+    """On the first rank only."""
+    record: dict[str, Any]
+    """The run record as written; the end of the run adds its results."""
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the run starts from its initial weights."""
+        return self.checks.resume is None
+
+
+def build_model(config: RunConfig, device: torch.device) -> OMN:
+    """The model on ``device``, sharded over all ranks, its weights a function of the seed alone. All ranks must call."""
+    with torch.device("meta"):
+        model = OMN(config.model)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+    shard_model(model, mesh, reshard_after_forward=config.reshard_after_forward)
+    model.to_empty(device=device)
+    model.initialize_weights(config.seed)
+    return model
+
+
+def build_groups(config: RunConfig, model: OMN) -> list[dict[str, Any]]:
+    """Parameter groups of a model on any device, with the decay that each of them really gets.
+
+    The preset decides the decay of matrices; ``optimizer.weight_decay`` is that of the AdamW parameters that decay. Not
+    collective.
+    """
+    groups = build_parameter_groups(model, weight_decay=config.optimizer.weight_decay)
+    preset = resolve_preset(config.optimizer.preset, config.optimizer.overrides)
+    for group in groups:
+        if group["algorithm"] != "adamw":
+            group["weight_decay"] = preset.weight_decay
+    return groups
+
+
+def build_optimizer(config: RunConfig, model: OMN) -> DualOptimizer:
+    """The dual optimizer of a model. All ranks must call: they compare their plans."""
+    settings = config.optimizer
+    options: dict[str, Any] = dict(settings.overrides) | {"transport": settings.transport}
+    if settings.wave_bytes is not None:
+        options["wave_bytes"] = settings.wave_bytes
+    return DualOptimizer(build_groups(config, model), preset=settings.preset, **options)
+
+
+def set_up(config: RunConfig, ranks: Ranks) -> Run:
+    """Check, build, and load the checkpoint if there is one. Needs the process group; all ranks must call.
+
+    Nothing is written before all ranks have passed the checks and the checkpoint is loaded.
+
+    Raises:
+        SettingsError: on all ranks alike.
+    """
+    checks = agree(lambda: preflight(config, ranks.world_size))
+    policy = apply_precision(config.precision)
+    torch.manual_seed(config.seed)
+    model = build_model(config, ranks.device)
+    optimizer = build_optimizer(config, model)
+    groups = view_groups(optimizer.param_groups)
+    peaks = tuple(float(group["lr"]) for group in optimizer.param_groups)
+    clock = TokenClock()
+    if checks.resume is not None:
+        load_checkpoint(checks.resume, model, optimizer)
+        clock = dataclasses.replace(checks.resume.clock)
+
+    hosts = describe_ranks(ranks)
+    record = base_record(config, policy) | {
+        "data": {
+            "name": checks.data.name,
+            "fingerprint": checks.data.fingerprint,
+            "training_tokens": checks.data.num_tokens,
+            "training_sequences": checks.train.num_windows,
+            "validation_sequences": checks.validation.num_windows,
+        },
+        "ranks": hosts,
+        "optimizer": describe_optimizer(config, groups, optimizer.param_groups, peaks),
+        "plans": [plan.summary() for plan in optimizer.plans],
+        "resumed_from": None if checks.resume is None else str(checks.resume.path),
+    }
+    folder = Path(config.run_folder)
+    metrics = agree(lambda: _open_files(folder, record, checks, ranks))
+    logger.info("groups:\n%s", format_groups(optimizer.param_groups, model))
+    return Run(
+        config=config,
+        ranks=ranks,
+        folder=folder,
+        checks=checks,
+        model=model,
+        optimizer=optimizer,
+        groups=groups,
+        peaks=peaks,
+        clock=clock,
+        metrics=metrics,
+        record=record,
+    )
+
+
+def _open_files(folder: Path, record: dict[str, Any], checks: Preflight, ranks: Ranks) -> MetricsFile | None:
+    if not ranks.is_first:
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    resumed_window = None if checks.resume is None else checks.resume.clock.windows
+    metrics = MetricsFile(folder / METRICS, resumed_window=resumed_window)
+    write_record(folder / RECORD, record)
+    return metrics
