@@ -33,7 +33,7 @@ class Domain:
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has handed to collectives for other ranks."""
-        return self.pipeline.traffic.num_elements_sent * self.plan.wire_itemsize
+        return self.pipeline.traffic.num_bytes_sent
 
 
 class SharedGroups:
@@ -75,35 +75,32 @@ def build_domains(
 
     Raises:
         ValueError: ranks whose plans differ, or an owner for a matrix that is not there.
-        NotImplementedError: a placement, or a set of meshes, that is not supported.
+        NotImplementedError: a placement that is not supported.
     """
     replicas = tuple(dist.get_process_group_ranks(shared.replicas)) if shared.replicas is not None else ()
-    by_ranks: dict[tuple[tuple[int, ...], str], tuple[list[Matrix], dict[str, Member]]] = {}
+    by_ranks: dict[tuple[int, ...], tuple[list[Matrix], dict[str, Member]]] = {}
     for group in groups:
         num_steps = recipe_by_name(group["newton_schulz"]).schedule.num_steps
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
             place = placed(name, parameter, replicas)
-            matrices, members = by_ranks.setdefault((place.ranks, place.layout.kind), ([], {}))
+            matrices, members = by_ranks.setdefault(place.ranks, ([], {}))
             if name in members:
                 raise ValueError(f"parameter {name}: two parameters of this name, expected unique param_names")
             matrices.append(Matrix.whole(name, place.layout, num_steps))
             members[name] = (parameter, group)
-    meshes = sorted(ranks for ranks, kind in by_ranks if kind == "shard")
-    if len(meshes) > 1:
-        raise NotImplementedError(f"matrices on {len(meshes)} meshes with different ranks {meshes}, expected one mesh")
     unknown = sorted(set(owners) - {name for _, members in by_ranks.values() for name in members})
     if unknown:
         raise ValueError(f"owners: {unknown[0]!r} is no matrix of this optimizer, expected names of Muon parameters")
     dtype = _wire_dtype(wire, groups)
-    # Sharded matrices first, on every rank alike.
+    # In one order on all ranks, those with most to do first, so that AdamW runs beside their first gather.
     return [
-        _build(key, *by_ranks[key], dtype, wave_bytes, transport, shared, owners)
-        for key in sorted(by_ranks, key=lambda key: (key[1] != "shard", key[0]))
+        _build(ranks, *by_ranks[ranks], dtype, wave_bytes, transport, shared, owners)
+        for ranks in sorted(by_ranks, key=lambda ranks: (-len(ranks), ranks))
     ]
 
 
 def _build(
-    key: tuple[tuple[int, ...], str],
+    ranks: tuple[int, ...],
     matrices: list[Matrix],
     members: dict[str, Member],
     dtype: torch.dtype,
@@ -112,7 +109,6 @@ def _build(
     shared: SharedGroups,
     owners: Mapping[str, int],
 ) -> Domain:
-    ranks, kind = key
     world_size = max(len(ranks), 1)
     plan = plan_matrices(
         matrices,
@@ -122,7 +118,7 @@ def _build(
         transport=transport,
         owners=[owners[matrix.name] for matrix in matrices] if owners else None,
     )
-    if kind == "replicate" and world_size == 1 and dist.is_initialized() and dist.get_world_size() > 1:
+    if not ranks and dist.is_initialized() and dist.get_world_size() > 1:
         warnings.warn(
             f"{len(matrices)} matrices are plain tensors and no process_group was given: each of {dist.get_world_size()} ranks "
             "orthogonalises all of them; pass process_group to share the work of equal copies",

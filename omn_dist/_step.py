@@ -13,6 +13,7 @@ from omn_dist._domains import Member
 from omn_dist.algorithms import muon
 from omn_dist.algorithms.adamw import adamw_update
 from omn_dist.algorithms.muon import MuonSettings
+from omn_dist.exchange.pipeline import Place
 from omn_dist.plan.layout import Segment
 from omn_dist.plan.ownership import Plan
 from omn_dist.plan.placement import as_matrix, local_tensor
@@ -66,8 +67,11 @@ class MatrixStep:
         members: Mapping[str, Member],
         state: Mapping[Tensor, Mapping[str, Any]],
         gradients: Gradients,
+        *,
+        deterministic: bool,
     ) -> None:
         self._plan = plan
+        self._deterministic = deterministic
         settings_by_group: dict[int, MuonSettings] = {}
         by_name: dict[str, _Shard] = {}
         for name, (parameter, group) in members.items():
@@ -89,32 +93,43 @@ class MatrixStep:
     def has_gradient(self, matrix: int) -> bool:
         return self._shards[matrix].gradient is not None
 
-    def prepare(self, matrix: int, segment: Segment) -> Tensor:
-        shard = self._shards[matrix]
-        momentum = _local(shard.momentum, segment)
-        return muon.prepare(_gradient(shard, segment), momentum, shard.settings)
+    def prepare(self, places: Sequence[Place], directions: Sequence[Tensor]) -> None:
+        for (matrix, segment), target in zip(places, directions, strict=True):
+            shard = self._shards[matrix]
+            target.copy_(muon.prepare(_gradient(shard, segment), _local(shard.momentum, segment), shard.settings))
 
-    def transform(self, matrix: int, direction: Tensor) -> Tensor:
-        return muon.transform(direction, self._shards[matrix].settings)
+    def transform(self, matrices: Sequence[int], stack: Tensor) -> None:
+        # Matrices of one shape may belong to groups with different settings.
+        settings = [self._shards[matrix].settings for matrix in matrices]
+        start = 0
+        for stop in range(1, len(matrices) + 1):
+            if stop == len(matrices) or settings[stop] != settings[start]:
+                self._transform(self._plan.matrices[matrices[start]].transposed, settings[start], stack[start:stop])
+                start = stop
 
-    def apply(self, matrix: int, segment: Segment, update: Tensor, present: Tensor | None) -> None:
-        shard, whole = self._shards[matrix], self._plan.matrices[matrix]
-        parameter, momentum = _local(shard.parameter, segment), _local(shard.momentum, segment)
-        new_parameter, new_momentum = muon.apply(
-            parameter,
-            _gradient(shard, segment),
-            momentum,
-            update,
-            shard.settings,
-            num_rows=whole.num_rows,
-            num_columns=whole.num_columns,
-        )
-        if present is not None:
-            self._presences.append(present.clone())
-            new_parameter = torch.where(present > 0, new_parameter, parameter)
-            new_momentum = torch.where(present > 0, new_momentum, momentum)
-        parameter.copy_(new_parameter)
-        momentum.copy_(new_momentum)
+    def _transform(self, transposed: bool, settings: MuonSettings, stack: Tensor) -> None:
+        directions = stack.mT.contiguous() if transposed else stack
+        for target, update in zip(stack, muon.transform(directions, settings, deterministic=self._deterministic), strict=True):
+            target.copy_(update.T if transposed else update)
+
+    def apply(self, places: Sequence[Place], updates: Sequence[Tensor], present: Sequence[Tensor | None]) -> None:
+        for (matrix, segment), update, flag in zip(places, updates, present, strict=True):
+            shard, whole = self._shards[matrix], self._plan.matrices[matrix]
+            parameter, momentum = _local(shard.parameter, segment), _local(shard.momentum, segment)
+            before = None if flag is None else (parameter.clone(), momentum.clone())
+            muon.apply(
+                parameter,
+                _gradient(shard, segment),
+                momentum,
+                update,
+                shard.settings,
+                num_rows=whole.num_rows,
+                num_columns=whole.num_columns,
+            )
+            if flag is not None and before is not None:
+                self._presences.append(flag.clone())
+                for tensor, old in zip((parameter, momentum), before, strict=True):
+                    tensor.copy_(torch.where(flag > 0, tensor, old))
 
 
 class AdamWStep:

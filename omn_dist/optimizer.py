@@ -41,6 +41,8 @@ class DualOptimizer(torch.optim.Optimizer):
         process_group: ranks that hold equal copies of the *plain* tensors among the matrices (DDP): they then share the work.
             Without it every rank works on its own plain tensors.
         owners: owner rank of each matrix by parameter name, instead of the planner's choice.
+        deterministic: orthogonalise one matrix after the other, so that bits do not depend on which matrices share an owner.
+            Without it matrices of one shape go through one batched call, which is faster, and on some devices rounds otherwise.
         overrides: fields of the preset.
 
     A parameter without a gradient on any rank is left bit-identical, state included. A matrix whose gradient is present on some
@@ -63,12 +65,14 @@ class DualOptimizer(torch.optim.Optimizer):
         transport: Transport = "all_to_all",
         process_group: dist.ProcessGroup | None = None,
         owners: Mapping[str, int] | None = None,
+        deterministic: bool = True,
         **overrides: Any,
     ) -> None:
         self._preset = resolve_preset(preset, overrides)
         if transport not in ("all_to_all", "all_gather"):
             raise ValueError(unknown_name("transport", transport, ("all_to_all", "all_gather")))
         self._wave_bytes = wave_bytes
+        self._deterministic = deterministic
         self._transport: Transport = transport
         self._owners = dict(owners or {})
         self._shared = SharedGroups(process_group)
@@ -145,7 +149,9 @@ class DualOptimizer(torch.optim.Optimizer):
             for name, parameter in zip(group["param_names"], group["params"], strict=True)
         }
         adamw = AdamWStep([group for group in self.param_groups if group["algorithm"] == "adamw"], self.state, gradients)
-        steps = [MatrixStep(domain.plan, domain.members, self.state, gradients) for domain in domains]
+        steps = [
+            MatrixStep(domain.plan, domain.members, self.state, gradients, deterministic=self._deterministic) for domain in domains
+        ]
         if not domains:
             adamw.run()
         for number, (domain, step) in enumerate(zip(domains, steps, strict=True)):
@@ -181,7 +187,7 @@ class DualOptimizer(torch.optim.Optimizer):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_preset", "_wave_bytes", "_transport", "_owners", "_shared")
+        own = ("_preset", "_wave_bytes", "_deterministic", "_transport", "_owners", "_shared")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}, "_domains": None}
 
     def _built(self) -> list[Domain]:

@@ -11,15 +11,15 @@ MomentumRule = Literal["sum", "ema"]
 MOMENTUM_RULES: tuple[str, ...] = get_args(MomentumRule)
 
 
-def next_momentum(gradient: Tensor, momentum: Tensor, coefficient: float, rule: MomentumRule) -> Tensor:
-    """The momentum buffer after this gradient, as a new tensor in the dtype of ``momentum``.
+def next_momentum(gradient: Tensor, momentum: Tensor, coefficient: float, rule: MomentumRule, out: Tensor | None = None) -> Tensor:
+    """The momentum buffer after this gradient, in the dtype of ``momentum``; a new tensor, or ``out`` (``momentum`` itself).
 
     ``sum``: ``mu B + G`` (Muon as first published, OMN). ``ema``: ``B + (1 - mu)(G - B)`` (``torch.optim.Muon``).
     """
     if rule == "sum":
-        return momentum.mul(coefficient).add_(gradient)
+        return torch.mul(momentum, coefficient, out=out).add_(gradient)
     if rule == "ema":
-        return momentum.lerp(gradient.to(momentum.dtype), 1 - coefficient)
+        return torch.lerp(momentum, gradient.to(momentum.dtype), 1 - coefficient, out=out)
     raise ValueError(unknown_name("momentum rule", rule, MOMENTUM_RULES))
 
 

@@ -1,5 +1,6 @@
-"""Muon as three pure functions on the path of a step: prepare (shard), transform (owner), apply (shard)."""
+"""Muon on the path of a step: prepare (shards), transform (owner), apply (shards)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,9 +30,15 @@ def prepare(gradient: Tensor, momentum: Tensor, settings: MuonSettings) -> Tenso
     return direction(gradient, updated, settings.momentum, settings.momentum_rule, settings.nesterov)
 
 
-def transform(direction_MN: Tensor, settings: MuonSettings) -> Tensor:
-    """A whole direction ``[rows, columns]`` to its update of the same shape. At the owner, not collective."""
-    return orthogonalize(direction_MN, settings.newton_schulz)
+def transform(directions: Tensor, settings: MuonSettings, *, deterministic: bool) -> Tensor | Sequence[Tensor]:
+    """Whole directions ``[matrices, rows, columns]`` to their updates of the same shapes. At the owner, not collective.
+
+    ``deterministic`` takes one matrix after the other, so that its bits do not depend on what else its owner has; else one
+    batched call does all of them.
+    """
+    if deterministic:
+        return [orthogonalize(matrix, settings.newton_schulz) for matrix in directions]
+    return orthogonalize(directions, settings.newton_schulz)
 
 
 def apply(
@@ -43,19 +50,21 @@ def apply(
     *,
     num_rows: int,
     num_columns: int,
-) -> tuple[Tensor, Tensor]:
-    """New values of a shard's parameter and momentum, from the rows of the update that belong to it.
+) -> None:
+    """Commit a rectangle of a shard: its parameter and momentum, in place, from its part of the update.
 
     Decay is decoupled and takes the group's own rate: ``W <- (1 - lr wd) W - lr scale(m, n) U``.
 
     Args:
-        parameter, gradient, momentum, update: of one shape. The parameter's arithmetic is done in fp32 at least.
+        parameter, gradient, momentum, update: of one shape. Arithmetic is done in fp32 at least.
         num_rows, num_columns: the shape of the whole matrix, for the scale.
-
-    Returns:
-        The parameter and the momentum after the step, new tensors.
     """
     step_size = adjusted_lr(settings.lr, settings.scale, num_rows, num_columns)
     precise = torch.promote_types(parameter.dtype, torch.float32)
-    weights = parameter.to(precise).mul(1 - settings.lr * settings.weight_decay).add_(update, alpha=-step_size)
-    return weights.to(parameter.dtype), next_momentum(gradient, momentum, settings.momentum, settings.momentum_rule)
+    weights = parameter.to(precise)
+    if settings.weight_decay:
+        weights.mul_(1 - settings.lr * settings.weight_decay)
+    weights.add_(update, alpha=-step_size)
+    if weights is not parameter:
+        parameter.copy_(weights)
+    next_momentum(gradient, momentum, settings.momentum, settings.momentum_rule, out=momentum)

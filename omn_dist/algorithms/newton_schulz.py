@@ -65,40 +65,45 @@ def recipe_by_name(name: str) -> Recipe:
 
 
 def orthogonalize(direction: Tensor, recipe: RecipeName | Recipe = "omn") -> Tensor:
-    """Push all singular values of a whole matrix towards one.
+    """Push all singular values of whole matrices towards one.
 
     ``recipe="torch"`` gives the bits of ``torch.optim.Muon``; ``"omn"`` iterates in fp32 after a division by the largest
-    absolute element (clamped at 1e-7) and by the Frobenius norm. The result is a finite polynomial in the direction: with the
-    quintic schedule singular values land between about 0.5 and 1.2, not at one.
+    absolute element (clamped at 1e-7) and by the Frobenius norm. The result is a finite polynomial in the direction: with
+    the quintic schedule singular values land between about 0.5 and 1.2, not at one.
 
     Args:
-        direction: ``[rows, columns]``, any floating dtype, whole (never a shard). Not changed.
+        direction: ``[rows, columns]``, or ``[batch, rows, columns]`` for one batched call; any floating dtype, whole (never a
+            shard). Not changed.
         recipe: a name of ``RECIPES`` or a recipe of your own.
 
     Returns:
-        ``[rows, columns]``; for ``omn`` in the dtype of ``direction``, for ``torch`` in bf16.
+        The shape of ``direction``; for ``omn`` in its dtype, for ``torch`` in bf16. A batched call may differ in the last
+        bits from calls on its matrices.
 
     Raises:
-        ValueError: not a matrix, or an unknown recipe.
+        ValueError: neither a matrix nor a batch, or an unknown recipe.
 
     Not collective. Source of the iteration: K. Jordan et al., Muon (2024).
     """
     if isinstance(recipe, str):
         recipe = recipe_by_name(recipe)
-    if direction.ndim != 2:
-        raise ValueError(f"orthogonalize: found a tensor of shape {tuple(direction.shape)}, expected a matrix")
+    if direction.ndim not in (2, 3):
+        raise ValueError(f"orthogonalize: found a tensor of shape {tuple(direction.shape)}, expected a matrix or a batch of them")
+    if direction.ndim == 3 and not len(direction):
+        return direction.to(direction.dtype if recipe.restore_dtype else recipe.dtype)
     iterate = direction.to(recipe.dtype, copy=True)
     if recipe.max_abs_floor is not None and iterate.numel():
-        iterate.div_(iterate.abs().amax().clamp(min=recipe.max_abs_floor))
-    tall = direction.size(0) > direction.size(1)
+        iterate.div_(iterate.abs().amax(dim=(-2, -1), keepdim=True).clamp(min=recipe.max_abs_floor))
+    tall = direction.size(-2) > direction.size(-1)
     if tall:
-        iterate = iterate.T
-    norm = iterate.norm()
+        iterate = iterate.mT
+    norm = iterate.norm() if iterate.ndim == 2 else torch.linalg.vector_norm(iterate, dim=(-2, -1), keepdim=True)
     iterate.div_(norm + recipe.norm_floor if recipe.norm_guard == "add" else norm.clamp(min=recipe.norm_floor))
+    product = torch.addmm if iterate.ndim == 2 else torch.baddbmm
     for a, b, c in recipe.schedule.coefficients:
-        gram = iterate @ iterate.T
-        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        iterate = torch.addmm(iterate, polynomial, iterate, beta=a)
+        gram = iterate @ iterate.mT
+        polynomial = product(gram, gram, gram, beta=b, alpha=c)
+        iterate = product(iterate, polynomial, iterate, beta=a)
     if tall:
-        iterate = iterate.T
+        iterate = iterate.mT
     return iterate.to(direction.dtype) if recipe.restore_dtype else iterate

@@ -1,182 +1,251 @@
 """The pipeline of waves: gather(i + 1) and scatter(i - 1) are in flight while wave i is orthogonalised."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from omn_dist.exchange.route import Part, wave_route
+from omn_dist.exchange.route import Part, Side, StackGroup, WaveRoute, wave_route
 from omn_dist.exchange.transport import Pending, Traffic, make_transport
 from omn_dist.plan.layout import Segment
 from omn_dist.plan.ownership import Plan
 
 
+class Place(NamedTuple):
+    """A rectangle of one of this rank's shards. Matrices are named by their index in the plan."""
+
+    matrix: int
+    segment: Segment
+
+
 class MatrixWork(Protocol):
-    """What the pipeline asks of an algorithm. Matrices are named by their index in the plan."""
+    """What the pipeline asks of an algorithm, many rectangles or matrices at a time."""
 
     def has_gradient(self, matrix: int) -> bool:
         """Whether this rank has a gradient for the parameter of the matrix."""
         ...
 
-    def prepare(self, matrix: int, segment: Segment) -> Tensor:
-        """The direction of a local rectangle; a missing gradient counts as zeros."""
+    def prepare(self, places: Sequence[Place], directions: Sequence[Tensor]) -> None:
+        """Write the directions of local rectangles; a missing gradient counts as zeros. Changes nothing else."""
         ...
 
-    def transform(self, matrix: int, direction: Tensor) -> Tensor:
-        """The update of a whole matrix."""
+    def transform(self, matrices: Sequence[int], stack: Tensor) -> None:
+        """Directions of whole matrices of one shape to their updates, in place: ``[matrices, stored rows, stored columns]``."""
         ...
 
-    def apply(self, matrix: int, segment: Segment, update: Tensor, present: Tensor | None) -> None:
-        """Commit a local rectangle.
+    def apply(self, places: Sequence[Place], updates: Sequence[Tensor], present: Sequence[Tensor | None]) -> None:
+        """Commit local rectangles.
 
-        ``present`` is None where this rank has a gradient itself, else a scalar: 1 where some rank has one, 0 where none has and
-        nothing may change.
+        ``present`` is None where this rank has a gradient itself, else a scalar: 1 where some rank has one, 0 where none
+        has and nothing may change.
         """
         ...
 
 
-@dataclass
-class _Slot:
-    shard_side: Tensor
-    owner_side: Tensor
+@dataclass(frozen=True)
+class _Views:
+    """A side of a wave as views of its buffer."""
+
+    buffer: Tensor
+    places: list[Place]
+    tensors: list[Tensor]
+    flags: dict[int, list[Tensor]]
+    """Of each matrix, one scalar a message."""
+
+
+@dataclass(frozen=True)
+class _Stacked:
+    """The matrices that this rank owns in a wave."""
+
+    groups: list[tuple[StackGroup, Tensor]]
+    by_matrix: dict[int, Tensor]
+
+
+@dataclass(frozen=True)
+class _Wave:
+    route: WaveRoute
+    gather_sent: _Views
+    gather_received: _Views
+    scatter_sent: _Views
+    scatter_received: _Views
+    stacked: _Stacked
+    own_places: list[Place]
+    own_tensors: list[Tensor]
+    """Views of the stack: what does not travel."""
 
 
 class Pipeline:
-    """Executes one plan on one rank. Buffers are allocated once: two slots (gather, scatter) and the stack of whole matrices."""
+    """Executes one plan on one rank.
+
+    Memory is allocated once: a slot (sent and received bytes) for gathers, one for scatters, and the stack of whole matrices.
+    """
 
     def __init__(self, plan: Plan, rank: int, group: dist.ProcessGroup | None, device: torch.device, dtype: torch.dtype) -> None:
         self.plan = plan
-        self._routes = [wave_route(plan, rank, wave) for wave in plan.waves]
-        self._transport = make_transport(plan, self._routes, rank, group, device, dtype)
-        shard_side = max((route.shard_side.num_elements for route in self._routes), default=0)
-        owner_side = max((route.owner_side.num_elements for route in self._routes), default=0)
-        stack = max((route.num_stack_elements for route in self._routes), default=0)
+        routes = [wave_route(plan, rank, wave) for wave in plan.waves]
+        self._transport = make_transport(plan, routes, rank, group, device)
+        self._dtype = dtype
 
-        def slot() -> _Slot:
-            return _Slot(torch.zeros(shard_side, device=device, dtype=dtype), torch.zeros(owner_side, device=device, dtype=dtype))
+        def buffer(num_bytes: int) -> Tensor:
+            return torch.zeros(num_bytes, device=device, dtype=torch.uint8)
 
-        self._gather_slot, self._scatter_slot = slot(), slot()
-        self._stack = torch.zeros(stack, device=device, dtype=dtype)
-        self._one, self._zero = torch.ones((), device=device, dtype=dtype), torch.zeros((), device=device, dtype=dtype)
+        gather_sent = buffer(max((route.gather.sent.num_bytes for route in routes), default=0))
+        gather_received = buffer(max((route.gather.received.num_bytes for route in routes), default=0))
+        scatter_sent = buffer(max((route.scatter.sent.num_bytes for route in routes), default=0))
+        scatter_received = buffer(max((route.scatter.received.num_bytes for route in routes), default=0))
+        stack = torch.zeros(max((route.num_stack_elements for route in routes), default=0), device=device, dtype=dtype)
+        self._buffers = (gather_sent, gather_received, scatter_sent, scatter_received, stack)
+        self._waves = []
+        for route in routes:
+            stacked = self._stack_views(route, stack)
+            self._waves.append(
+                _Wave(
+                    route,
+                    self._views(route.gather.sent, gather_sent),
+                    self._views(route.gather.received, gather_received),
+                    self._views(route.scatter.sent, scatter_sent),
+                    self._views(route.scatter.received, scatter_received),
+                    stacked,
+                    [Place(*own) for own in route.own],
+                    [_cut(stacked.by_matrix[matrix], segment) for matrix, segment in route.own],
+                )
+            )
+        self._one, self._zero = torch.ones((), device=device), torch.zeros((), device=device)
 
     @property
     def traffic(self) -> Traffic:
         """What this rank has sent since construction."""
         return self._transport.traffic
 
+    @property
+    def temporary_bytes(self) -> int:
+        """Bytes of the slots and the stack of this rank."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers)
+
     def run(self, work: MatrixWork, beside_first_gather: Callable[[], None]) -> None:
         """One step of all waves. Collective: all ranks of the plan call it, with whatever gradients they have.
 
         ``beside_first_gather`` is called once, while the first gather is in flight.
         """
-        if not self._routes:
+        if not self._waves:
             beside_first_gather()
             return
         gathering = self._launch_gather(0, work)
         beside_first_gather()
         scattering: Pending | None = None
-        for number in range(len(self._routes)):
+        for number in range(len(self._waves)):
             gathering.wait()
             present = self._unpack(number, work)
-            if number + 1 < len(self._routes):
+            if number + 1 < len(self._waves):
                 gathering = self._launch_gather(number + 1, work)
             self._transform(number, work)
             if scattering is not None:
                 scattering.wait()
                 self._apply(number - 1, work)
-            scattering = self._launch_scatter(number, present)
+            scattering = self._launch_scatter(number, work, present)
             self._apply_own(number, work, present)
         assert scattering is not None
         scattering.wait()
-        self._apply(len(self._routes) - 1, work)
+        self._apply(len(self._waves) - 1, work)
 
     def _launch_gather(self, number: int, work: MatrixWork) -> Pending:
-        route, slot = self._routes[number], self._gather_slot
-        shard_side = slot.shard_side[: route.shard_side.num_elements]
-        owner_side = slot.owner_side[: route.owner_side.num_elements]
+        wave = self._waves[number]
         with record_function(f"omn_dist::gather({number})"):
-            if route.is_gathered:
-                for matrix, offset in route.shard_side.flags:
-                    shard_side[offset].fill_(work.has_gradient(matrix))
-                for part in route.shard_side.parts:
-                    _view(shard_side, part).copy_(work.prepare(part.matrix, part.segment))
-            return self._transport.gather(number, shard_side, owner_side)
+            for matrix, flags in wave.gather_sent.flags.items():
+                for flag in flags:
+                    flag.fill_(work.has_gradient(matrix))
+            work.prepare(wave.gather_sent.places, wave.gather_sent.tensors)
+            return self._transport.gather(number, wave.gather_sent.buffer, wave.gather_received.buffer)
 
     def _unpack(self, number: int, work: MatrixWork) -> dict[int, Tensor]:
         """Whole directions into the stack; returns for each owned matrix whether any rank has a gradient (a scalar)."""
-        route, owner_side = self._routes[number], self._gather_slot.owner_side
+        wave = self._waves[number]
         with record_function(f"omn_dist::unpack({number})"):
-            matrices = self._stacked(number)
-            for part in route.owner_side.parts if route.is_gathered else ():
-                _cut(matrices[part.matrix], part.segment).copy_(_view(owner_side, part))
-            for matrix, segment in route.own:
-                _cut(matrices[matrix], segment).copy_(work.prepare(matrix, segment))
-            flags: dict[int, list[Tensor]] = {}
-            for matrix, offset in route.owner_side.flags:
-                flags.setdefault(matrix, []).append(owner_side[offset])
-            return {matrix: self._any_gradient(work, matrix, flags.get(matrix, [])) for matrix, _ in route.owned}
+            received = wave.gather_received
+            if received.places:
+                torch._foreach_copy_(
+                    [_cut(wave.stacked.by_matrix[matrix], segment) for matrix, segment in received.places], received.tensors
+                )
+            work.prepare(wave.own_places, wave.own_tensors)
+            return {matrix: self._any_gradient(work, matrix, received.flags.get(matrix, [])) for matrix in wave.stacked.by_matrix}
 
     def _any_gradient(self, work: MatrixWork, matrix: int, flags: list[Tensor]) -> Tensor:
-        """One where this rank or one of those that sent ``flags`` has a gradient, else zero; on the device, never read here."""
+        """One where this rank or one of those that sent ``flags`` has a gradient, else zero; never read on the host here."""
         if work.has_gradient(matrix):
             return self._one
         return torch.stack(flags).amax() if flags else self._zero
 
     def _transform(self, number: int, work: MatrixWork) -> None:
         with record_function(f"omn_dist::orthogonalize({number})"):
-            for matrix, direction in self._stacked(number).items():
-                direction.copy_(work.transform(matrix, direction))
+            for group, stack in self._waves[number].stacked.groups:
+                work.transform(group.matrices, stack)
 
-    def _launch_scatter(self, number: int, present: dict[int, Tensor]) -> Pending:
-        route, slot = self._routes[number], self._scatter_slot
-        shard_side = slot.shard_side[: route.shard_side.num_elements]
-        owner_side = slot.owner_side[: route.owner_side.num_elements]
+    def _launch_scatter(self, number: int, work: MatrixWork, present: dict[int, Tensor]) -> Pending:
+        wave = self._waves[number]
         with record_function(f"omn_dist::scatter({number})"):
-            matrices = self._stacked(number)
-            for matrix, offset in route.owner_side.flags:
-                owner_side[offset].copy_(present[matrix])
-            for part in route.owner_side.parts:
-                _view(owner_side, part).copy_(_cut(matrices[part.matrix], part.segment))
-            return self._transport.scatter(number, owner_side, shard_side)
+            sent = wave.scatter_sent
+            for matrix, flags in sent.flags.items():
+                for flag in flags:
+                    flag.copy_(present[matrix])
+            if sent.places:
+                torch._foreach_copy_(
+                    sent.tensors, [_cut(wave.stacked.by_matrix[matrix], segment) for matrix, segment in sent.places]
+                )
+            return self._transport.scatter(number, sent.buffer, wave.scatter_received.buffer)
 
     def _apply(self, number: int, work: MatrixWork) -> None:
         """Commit the parts of wave ``number`` that other ranks own."""
-        route, shard_side = self._routes[number], self._scatter_slot.shard_side
+        received = self._waves[number].scatter_received
         with record_function(f"omn_dist::apply({number})"):
-            present = {matrix: shard_side[offset] for matrix, offset in route.shard_side.flags}
-            for part in route.shard_side.parts:
-                self._commit(work, part.matrix, part.segment, _view(shard_side, part), present.get(part.matrix))
+            work.apply(
+                received.places,
+                received.tensors,
+                [None if work.has_gradient(matrix) else received.flags[matrix][0] for matrix, _ in received.places],
+            )
 
     def _apply_own(self, number: int, work: MatrixWork, present: dict[int, Tensor]) -> None:
-        matrices = self._stacked(number)
+        wave = self._waves[number]
         with record_function(f"omn_dist::apply_own({number})"):
-            for matrix, segment in self._routes[number].own:
-                self._commit(work, matrix, segment, _cut(matrices[matrix], segment), present[matrix])
-
-    @staticmethod
-    def _commit(work: MatrixWork, matrix: int, segment: Segment, update: Tensor, present: Tensor | None) -> None:
-        if work.has_gradient(matrix):
-            work.apply(matrix, segment, update, None)
-        elif present is not None:
-            work.apply(matrix, segment, update, present)
-
-    def _stacked(self, number: int) -> dict[int, Tensor]:
-        """The whole matrices of the wave that this rank owns, as views of the stack."""
-        return {
-            index: self._stack[offset : offset + self.plan.matrices[index].num_elements].view(
-                self.plan.matrices[index].num_rows, self.plan.matrices[index].num_columns
+            work.apply(
+                wave.own_places,
+                wave.own_tensors,
+                [None if work.has_gradient(matrix) else present[matrix] for matrix, _ in wave.own_places],
             )
-            for index, offset in self._routes[number].owned
-        }
 
+    def _views(self, side: Side, buffer: Tensor) -> _Views:
+        buffer = buffer[: side.num_bytes]
+        flags: dict[int, list[Tensor]] = {}
+        for matrix, offset in side.flags:
+            flags.setdefault(matrix, []).append(buffer[offset : offset + 4].view(torch.float32)[0])
+        return _Views(
+            buffer,
+            [Place(part.matrix, part.segment) for part in side.parts],
+            [self._part(buffer, part) for part in side.parts],
+            flags,
+        )
 
-def _view(buffer: Tensor, part: Part) -> Tensor:
-    segment = part.segment
-    return buffer[part.offset : part.offset + segment.num_elements].view(segment.num_rows, segment.num_columns)
+    def _part(self, buffer: Tensor, part: Part) -> Tensor:
+        segment = part.segment
+        end = part.offset + segment.num_elements * self._dtype.itemsize
+        return buffer[part.offset : end].view(self._dtype).view(segment.num_rows, segment.num_columns)
+
+    def _stack_views(self, route: WaveRoute, stack: Tensor) -> _Stacked:
+        groups = []
+        by_matrix: dict[int, Tensor] = {}
+        for group in route.owned:
+            matrix = self.plan.matrices[group.matrices[0]]
+            views = stack.as_strided(
+                (len(group.matrices), matrix.stored_rows, matrix.stored_columns),
+                (group.pitch, matrix.stored_columns, 1),
+                group.offset,
+            )
+            groups.append((group, views))
+            by_matrix.update(zip(group.matrices, views.unbind(), strict=True))
+        return _Stacked(groups, by_matrix)
 
 
 def _cut(matrix: Tensor, segment: Segment) -> Tensor:

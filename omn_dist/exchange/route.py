@@ -1,18 +1,19 @@
 """Where every rectangle of a wave lies in the buffers of one rank: offsets worked out once, from the plan alone."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from omn_dist.plan.layout import Segment
+from omn_dist.plan.matrix import FLAG_BYTES, MESSAGE_ALIGNMENT
 from omn_dist.plan.ownership import Plan
-from omn_dist.plan.traffic import is_replicated, wave_traffic
 
 STACK_ALIGNMENT = 64
 """Bytes. Every matrix starts on a cache line, so that matrix kernels see the alignment of a tensor of its own."""
 
 
 class Part(NamedTuple):
-    """One rectangle of a matrix in a flat buffer, row-major."""
+    """One rectangle of a matrix in a flat buffer, row-major; the offset is in bytes."""
 
     matrix: int
     segment: Segment
@@ -20,7 +21,7 @@ class Part(NamedTuple):
 
 
 class Flag(NamedTuple):
-    """The place of one number that says whether the sender of a message has a gradient for a matrix."""
+    """The place of one fp32 number that says whether the sender of a message has a gradient for a matrix."""
 
     matrix: int
     offset: int
@@ -32,91 +33,103 @@ class Side:
 
     parts: tuple[Part, ...]
     flags: tuple[Flag, ...]
-    counts: tuple[int, ...]
-    """Elements to or from each rank."""
+    num_bytes_by_rank: tuple[int, ...]
+    """Bytes to or from each rank."""
 
     @property
-    def num_elements(self) -> int:
-        """Elements of the whole buffer."""
-        return sum(self.counts)
+    def num_bytes(self) -> int:
+        """Bytes of the whole buffer."""
+        return sum(self.num_bytes_by_rank)
+
+
+@dataclass(frozen=True)
+class Passage:
+    """One way of a wave for one rank: what it sends and what it receives."""
+
+    sent: Side
+    received: Side
+
+
+class StackGroup(NamedTuple):
+    """Matrices of one stored shape that a rank owns in a wave: a batch in its stack. ``offset`` and ``pitch`` in elements."""
+
+    matrices: tuple[int, ...]
+    offset: int
+    pitch: int
 
 
 @dataclass(frozen=True)
 class WaveRoute:
-    """One wave as one rank sees it; offsets and counts in wire elements.
+    """One wave as one rank sees it."""
 
-    Gather goes from the shard side of every rank to the owner side of every rank, scatter back through buffers of the same
-    arrangement. Replicated matrices are not gathered: each owner side is copied to all ranks, one after the other in their
-    shard sides.
-    """
-
-    owned: tuple[tuple[int, int], ...]
-    """Matrices of this rank with their offsets in the stack."""
+    owned: tuple[StackGroup, ...]
     own: tuple[tuple[int, Segment], ...]
     """What this rank holds of its own matrices: it does not travel."""
-    shard_side: Side
-    owner_side: Side
+    gather: Passage
+    """From shards to owners, within the owner's copy of the parameter."""
+    scatter: Passage
+    """From owners to the shards of all copies."""
     num_stack_elements: int
-    is_gathered: bool
-    """Whether directions travel: not so for replicated matrices."""
 
 
 def wave_route(plan: Plan, rank: int, wave: tuple[int, ...]) -> WaveRoute:
     """The route of ``wave`` (indices of matrices) for ``rank``."""
-    alignment = STACK_ALIGNMENT // plan.wire_itemsize
-    owned, end = [], 0
-    for index in wave:
-        if plan.owners[index] == rank:
-            owned.append((index, end))
-            end += -(-plan.matrices[index].num_elements // alignment) * alignment
-    own = tuple((index, segment) for index, _ in owned for segment in plan.matrices[index].segments(rank))
-    replicated = is_replicated(plan.matrices)
-    sides = _replicated_sides if replicated else _sharded_sides
-    return WaveRoute(tuple(owned), own, *sides(plan, rank, wave), end, not replicated)
-
-
-def _sharded_sides(plan: Plan, rank: int, wave: tuple[int, ...]) -> tuple[Side, Side]:
+    groups, num_stack_elements = _stack(plan, [index for index in wave if plan.owners[index] == rank])
+    own = tuple((index, segment) for group in groups for index in group.matrices for segment in plan.matrices[index].segments(rank))
     by_owner: list[list[int]] = [[] for _ in range(plan.world_size)]
     for index in wave:
         by_owner[plan.owners[index]].append(index)
+    others = range(plan.world_size)
+    mine = by_owner[rank]
 
-    def side(messages: list[tuple[int, list[int]]]) -> Side:
-        """``messages``: for each rank in turn, whose shards it is about, and of which matrices."""
-        parts, flags, counts, offset = [], [], [], 0
-        for holder, indices in messages:
-            start = offset
-            spoken_of = [index for index in indices if plan.matrices[index].held_elements()[holder]]
-            for index in spoken_of:
-                flags.append(Flag(index, offset))
-                offset += 1
-            for index in spoken_of:
-                for segment in plan.matrices[index].segments(holder):
-                    parts.append(Part(index, segment, offset))
-                    offset += segment.num_elements
-            counts.append(offset - start)
-        return Side(tuple(parts), tuple(flags), tuple(counts))
+    def of_copy(indices: list[int], holder: int) -> list[int]:
+        return [index for index in indices if _shares_copy(plan, index, holder)]
 
-    shard_side = side([(rank, by_owner[owner] if owner != rank else []) for owner in range(plan.world_size)])
-    owner_side = side([(holder, by_owner[rank] if holder != rank else []) for holder in range(plan.world_size)])
-    return shard_side, owner_side
-
-
-def _replicated_sides(plan: Plan, rank: int, wave: tuple[int, ...]) -> tuple[Side, Side]:
-    if plan.world_size == 1:
-        return Side((), (), (0,)), Side((), (), (0,))
-    length = int(wave_traffic(plan.matrices, plan.owners, wave, plan.world_size).owner_side[rank])
-    parts: list[list[Part]] = [[] for _ in range(plan.world_size)]
-    ends = [0] * plan.world_size
-    for index in wave:
-        owner = plan.owners[index]
-        # All ranks hold the same rectangles, so that the owner's own segments are also those of everybody else.
-        for segment in plan.matrices[index].segments(rank):
-            parts[owner].append(Part(index, segment, ends[owner]))
-            ends[owner] += segment.num_elements
-    others = tuple(
-        part._replace(offset=owner * length + part.offset)
-        for owner in range(plan.world_size)
-        if owner != rank
-        for part in parts[owner]
+    # What I say of my shards to each owner, and what each rank says of its shards to me.
+    gather = Passage(
+        _side(plan, ((rank, of_copy(by_owner[owner], rank) if owner != rank else []) for owner in others)),
+        _side(plan, ((holder, of_copy(mine, holder) if holder != rank else []) for holder in others)),
     )
-    return Side(others, (), (length,) * plan.world_size), Side(tuple(parts[rank]), (), (length,))
+    # What I say to each rank of the matrices that I own, and what each owner says of my shards.
+    scatter = Passage(
+        _side(plan, ((holder, mine if holder != rank else []) for holder in others)),
+        _side(plan, ((rank, by_owner[owner] if owner != rank else []) for owner in others)),
+    )
+    return WaveRoute(groups, own, gather, scatter, num_stack_elements)
+
+
+def _shares_copy(plan: Plan, index: int, rank: int) -> bool:
+    replica = plan.matrices[index].held.replica
+    return bool(replica[rank] == replica[plan.owners[index]])
+
+
+def _stack(plan: Plan, owned: list[int]) -> tuple[tuple[StackGroup, ...], int]:
+    alignment = STACK_ALIGNMENT // plan.wire_itemsize
+    by_shape: dict[tuple[int, int, bool], list[int]] = {}
+    for index in owned:
+        matrix = plan.matrices[index]
+        by_shape.setdefault((matrix.stored_rows, matrix.stored_columns, matrix.transposed), []).append(index)
+    groups, end = [], 0
+    for (num_rows, num_columns, _), indices in by_shape.items():
+        pitch = -(-num_rows * num_columns // alignment) * alignment
+        groups.append(StackGroup(tuple(indices), end, pitch))
+        end += pitch * len(indices)
+    return tuple(groups), end
+
+
+def _side(plan: Plan, messages: Iterable[tuple[int, list[int]]]) -> Side:
+    """``messages``: for each rank in turn, whose shards the message is about, and of which matrices."""
+    parts, flags, sizes, offset = [], [], [], 0
+    for holder, indices in messages:
+        start = offset
+        spoken_of = [index for index in indices if plan.matrices[index].held.elements[holder]]
+        for index in spoken_of:
+            flags.append(Flag(index, offset))
+            offset += FLAG_BYTES
+        for index in spoken_of:
+            for segment in plan.matrices[index].segments(holder):
+                parts.append(Part(index, segment, offset))
+                offset += segment.num_elements * plan.wire_itemsize
+            offset += -offset % MESSAGE_ALIGNMENT
+        sizes.append(offset - start)
+    return Side(tuple(parts), tuple(flags), tuple(sizes))

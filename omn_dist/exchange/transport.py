@@ -1,4 +1,4 @@
-"""How a wave's buffers cross the process group: asynchronous, counted, and with the same bits whichever way is taken."""
+"""How a wave's buffers cross the process group: asynchronous, counted, with the same bits whichever way is taken."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from omn_dist.exchange.route import WaveRoute
+from omn_dist.exchange.route import Passage, WaveRoute
 from omn_dist.plan.ownership import Plan
-from omn_dist.plan.traffic import is_replicated, message_counts
+from omn_dist.plan.traffic import Counts, message_bytes
 
 # torch 2.13 renamed it; both take (output, input, group, async_op).
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -22,14 +22,14 @@ class Traffic:
     """What went over the process group: counted where it is handed to the collective."""
 
     num_collectives: int = 0
-    num_elements_sent: int = 0
-    """Elements for other ranks."""
+    num_bytes_sent: int = 0
+    """Bytes for other ranks."""
 
 
 class Pending:
     """Transfers in flight. ``wait`` makes the current stream (on CPU: the caller) wait and then finishes the delivery."""
 
-    def __init__(self, works: Sequence[dist.Work | None], deliver: Callable[[], None] | None = None) -> None:
+    def __init__(self, works: Sequence[dist.Work | None] = (), deliver: Callable[[], None] | None = None) -> None:
         self._works = works
         self._deliver = deliver
 
@@ -43,43 +43,61 @@ class Pending:
 
 
 class WaveTransport(Protocol):
-    """Collective: all ranks of the group call the same methods in the same order."""
+    """Collective: all ranks of the group call the same methods in the same order. Buffers are flat bytes."""
 
     traffic: Traffic
 
-    def gather(self, number: int, shard_side: Tensor, owner_side: Tensor) -> Pending:
-        """Wave ``number``: fill the owner sides from the shard sides."""
+    def gather(self, number: int, sent: Tensor, received: Tensor) -> Pending:
+        """Wave ``number``: from shards to owners."""
         ...
 
-    def scatter(self, number: int, owner_side: Tensor, shard_side: Tensor) -> Pending:
-        """Wave ``number``: fill the shard sides from the owner sides."""
+    def scatter(self, number: int, sent: Tensor, received: Tensor) -> Pending:
+        """Wave ``number``: from owners to shards."""
         ...
+
+
+class Local(WaveTransport):
+    """For a plan of one rank: nothing moves."""
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+
+    @override
+    def gather(self, number: int, sent: Tensor, received: Tensor) -> Pending:
+        return Pending()
+
+    @override
+    def scatter(self, number: int, sent: Tensor, received: Tensor) -> Pending:
+        return Pending()
 
 
 class AllToAll(WaveTransport):
     """One uneven all-to-all each way."""
 
-    def __init__(self, routes: Sequence[WaveRoute], group: dist.ProcessGroup | None) -> None:
+    def __init__(self, routes: Sequence[WaveRoute], group: dist.ProcessGroup) -> None:
         self.traffic = Traffic()
         self._routes = routes
         self._group = group
 
     @override
-    def gather(self, number: int, shard_side: Tensor, owner_side: Tensor) -> Pending:
-        route = self._routes[number]
-        return self._exchange(shard_side, route.shard_side.counts, owner_side, route.owner_side.counts)
+    def gather(self, number: int, sent: Tensor, received: Tensor) -> Pending:
+        return self._exchange(self._routes[number].gather, sent, received)
 
     @override
-    def scatter(self, number: int, owner_side: Tensor, shard_side: Tensor) -> Pending:
-        route = self._routes[number]
-        return self._exchange(owner_side, route.owner_side.counts, shard_side, route.shard_side.counts)
+    def scatter(self, number: int, sent: Tensor, received: Tensor) -> Pending:
+        return self._exchange(self._routes[number].scatter, sent, received)
 
-    def _exchange(self, outgoing: Tensor, send: Sequence[int], incoming: Tensor, receive: Sequence[int]) -> Pending:
-        if self._group is None:
-            return Pending(())
+    def _exchange(self, passage: Passage, sent: Tensor, received: Tensor) -> Pending:
         self.traffic.num_collectives += 1
-        self.traffic.num_elements_sent += sum(send)
-        work = dist.all_to_all_single(incoming, outgoing, list(receive), list(send), group=self._group, async_op=True)
+        self.traffic.num_bytes_sent += passage.sent.num_bytes
+        work = dist.all_to_all_single(
+            received,
+            sent,
+            list(passage.received.num_bytes_by_rank),
+            list(passage.sent.num_bytes_by_rank),
+            group=self._group,
+            async_op=True,
+        )
         return Pending((work,))
 
 
@@ -89,47 +107,46 @@ class AllGather(WaveTransport):
     Messages are padded to one length, so it sends more, and it holds the whole wave on every rank in buffers of its own.
     """
 
-    def __init__(self, plan: Plan, rank: int, group: dist.ProcessGroup | None, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, plan: Plan, rank: int, group: dist.ProcessGroup, device: torch.device) -> None:
         self.traffic = Traffic()
         self._rank = rank
         self._group = group
-        self._ranks = dist.get_process_group_ranks(group) if group is not None else [0]
-        self._counts = [message_counts(plan.matrices, plan.owners, wave, plan.world_size) for wave in plan.waves]
-        longest = max((int(counts.sum(axis=1).max()) for counts in self._counts), default=0)
-        message = max((int(counts.max()) for counts in self._counts), default=0)
-        self._mine = torch.empty(longest, device=device, dtype=dtype)
-        self._all = torch.empty(longest * plan.world_size, device=device, dtype=dtype)
-        self._out = torch.empty(message * plan.world_size, device=device, dtype=dtype)
-        self._in = torch.empty(message * plan.world_size, device=device, dtype=dtype)
+        self._ranks = dist.get_process_group_ranks(group)
+        counts = [message_bytes(plan.matrices, plan.owners, wave, plan.world_size, plan.wire_itemsize) for wave in plan.waves]
+        self._gather_counts: list[Counts] = [gather for gather, _ in counts]
+        self._scatter_counts: list[Counts] = [scatter for _, scatter in counts]
+        longest = max((int(gather.sum(axis=1).max()) for gather in self._gather_counts), default=0)
+        message = max((int(scatter.max()) for scatter in self._scatter_counts), default=0)
+
+        def buffer(num_bytes: int) -> Tensor:
+            return torch.zeros(num_bytes, device=device, dtype=torch.uint8)
+
+        self._mine, self._all = buffer(longest), buffer(longest * plan.world_size)
+        self._out, self._in = buffer(message * plan.world_size), buffer(message * plan.world_size)
 
     @override
-    def gather(self, number: int, shard_side: Tensor, owner_side: Tensor) -> Pending:
-        if self._group is None:
-            return Pending(())
-        counts = self._counts[number]
+    def gather(self, number: int, sent: Tensor, received: Tensor) -> Pending:
+        counts, num_ranks = self._gather_counts[number], len(self._ranks)
         length = int(counts.sum(axis=1).max())
-        mine, everything = self._mine[:length], self._all[: length * len(self._ranks)]
-        mine[: shard_side.numel()].copy_(shard_side)
-        mine[shard_side.numel() :].zero_()
+        mine, everything = self._mine[:length], self._all[: length * num_ranks]
+        mine[: sent.numel()].copy_(sent)
         self.traffic.num_collectives += 1
-        self.traffic.num_elements_sent += length * (len(self._ranks) - 1)
+        self.traffic.num_bytes_sent += length * (num_ranks - 1)
         work = all_gather_single(everything, mine, group=self._group, async_op=True)
 
         def deliver() -> None:
             end = 0
-            for source in range(len(self._ranks)):
+            for source in range(num_ranks):
                 size = int(counts[source, self._rank])
                 start = source * length + int(counts[source, : self._rank].sum())
-                owner_side[end : end + size].copy_(everything[start : start + size])
+                received[end : end + size].copy_(everything[start : start + size])
                 end += size
 
         return Pending((work,), deliver)
 
     @override
-    def scatter(self, number: int, owner_side: Tensor, shard_side: Tensor) -> Pending:
-        if self._group is None:
-            return Pending(())
-        counts = self._counts[number]
+    def scatter(self, number: int, sent: Tensor, received: Tensor) -> Pending:
+        counts, num_ranks = self._scatter_counts[number], len(self._ranks)
         works: list[dist.Work | None] = []
         places = []
         start = end = 0
@@ -141,19 +158,18 @@ class AllGather(WaveTransport):
             messages: list[Tensor] | None = None
             if owner == self._rank:
                 messages = []
-                sent = 0
-                for holder in range(len(self._ranks)):
+                taken = 0
+                for holder in range(num_ranks):
                     size = int(counts[holder, owner])
                     message = self._out[holder * length : (holder + 1) * length]
-                    message[:size].copy_(owner_side[sent : sent + size])
-                    message[size:].zero_()
+                    message[:size].copy_(sent[taken : taken + size])
                     messages.append(message)
-                    sent += size
-                self.traffic.num_elements_sent += length * (len(self._ranks) - 1)
+                    taken += size
+                self.traffic.num_bytes_sent += length * (num_ranks - 1)
             self.traffic.num_collectives += 1
             works.append(dist.scatter(target, messages, src=root, group=self._group, async_op=True))
             size = int(counts[self._rank, owner])
-            places.append((target[:size], shard_side[end : end + size]))
+            places.append((target[:size], received[end : end + size]))
             start += length
             end += size
 
@@ -164,37 +180,10 @@ class AllGather(WaveTransport):
         return Pending(works, deliver)
 
 
-class Replicated(WaveTransport):
-    """For matrices that lie whole on every rank: directions need no transport, the updates of all owners go to everybody."""
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.traffic = Traffic()
-        self._group = group
-
-    @override
-    def gather(self, number: int, shard_side: Tensor, owner_side: Tensor) -> Pending:
-        return Pending(())
-
-    @override
-    def scatter(self, number: int, owner_side: Tensor, shard_side: Tensor) -> Pending:
-        if self._group is None:
-            return Pending(())
-        self.traffic.num_collectives += 1
-        self.traffic.num_elements_sent += shard_side.numel() - owner_side.numel()
-        return Pending((all_gather_single(shard_side, owner_side, group=self._group, async_op=True),))
-
-
 def make_transport(
-    plan: Plan,
-    routes: Sequence[WaveRoute],
-    rank: int,
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-    dtype: torch.dtype,
+    plan: Plan, routes: Sequence[WaveRoute], rank: int, group: dist.ProcessGroup | None, device: torch.device
 ) -> WaveTransport:
     """The transport that the plan names; ``group`` is ``None`` for a plan of one rank."""
-    if is_replicated(plan.matrices):
-        return Replicated(group)
-    if plan.transport == "all_to_all":
-        return AllToAll(routes, group)
-    return AllGather(plan, rank, group, device, dtype)
+    if group is None:
+        return Local()
+    return AllToAll(routes, group) if plan.transport == "all_to_all" else AllGather(plan, rank, group, device)

@@ -7,21 +7,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omn_dist.plan.cost import newton_schulz_flops
-from omn_dist.plan.layout import Layout, Piece, Segment, held_elements, intersect
+from omn_dist.plan.layout import Held, Layout, Piece, Segment, held, intersect
+
+FLAG_BYTES = 4
+"""Each message says for each of its matrices, in one fp32 number, whether there is a gradient."""
+MESSAGE_ALIGNMENT = 4
+"""Bytes to which what a message says of one matrix is rounded up, so that numbers of any dtype in it are aligned."""
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """One matrix: its name, its shape (m outputs, n inputs), where it lies in its parameter, and how that is sharded."""
+    """One matrix: where it lies in its parameter, how that is sharded, and what its Newton-Schulz costs."""
 
     name: str
     parameter_name: str
-    num_rows: int
-    num_columns: int
+    stored_rows: int
+    """Rows as stored: outputs, unless ``transposed``."""
+    stored_columns: int
     region: tuple[Piece, ...]
     layout: Layout
     num_steps: int
     """Newton-Schulz iterations, for the cost."""
+    transposed: bool = False
+    """Whether the operator is the transpose of what is stored (inputs in rows, as in GPT-2's Conv1D)."""
 
     @classmethod
     def whole(cls, name: str, layout: Layout, num_steps: int) -> Self:
@@ -31,24 +39,54 @@ class Matrix:
         return cls(name, name, num_rows, num_columns, region, layout, num_steps)
 
     @property
+    def num_rows(self) -> int:
+        """Outputs m of the operator, for the scale."""
+        return self.stored_columns if self.transposed else self.stored_rows
+
+    @property
+    def num_columns(self) -> int:
+        """Inputs n of the operator, for the scale."""
+        return self.stored_rows if self.transposed else self.stored_columns
+
+    @property
     def num_elements(self) -> int:
         """Rows times columns."""
-        return self.num_rows * self.num_columns
+        return self.stored_rows * self.stored_columns
 
     @property
     def flops(self) -> int:
         """Estimated FLOPs of its Newton-Schulz at the owner."""
-        return newton_schulz_flops(self.num_rows, self.num_columns, self.num_steps)
+        return newton_schulz_flops(self.stored_rows, self.stored_columns, self.num_steps)
 
     def segments(self, rank: int) -> tuple[Segment, ...]:
         """The rectangles of this matrix that ``rank`` holds."""
         return intersect(self.layout.pieces(rank), self.region)
 
-    def held_elements(self) -> NDArray[np.int64]:
-        """``[world_size]``: elements of this matrix on each rank."""
-        return held_elements(self.layout, self.region)
+    @property
+    def held(self) -> Held:
+        """How many elements each rank holds."""
+        return held(self.layout, self.region)
 
-    def message_elements(self) -> NDArray[np.int64]:
-        """``[world_size]``: wire elements of each rank's message about this matrix: its part and a flag, if it has a part."""
-        held = self.held_elements()
-        return held + (held > 0)
+    def candidates(self) -> tuple[int, ...]:
+        """The ranks that may own it: those that hold all of it, so that it need not travel, or any rank if none does."""
+        whole = np.flatnonzero(self.held.elements == self.num_elements)
+        return tuple(int(rank) for rank in whole) if len(whole) else tuple(range(self.layout.world_size))
+
+    def gather_bytes(self, owner: int, wire_itemsize: int) -> NDArray[np.int64]:
+        """``[world_size]``: bytes that each rank sends to the owner: its part and a flag.
+
+        Only the owner's own copy of the parameter is gathered.
+        """
+        elements, replica = self.held
+        return _message_bytes(np.where(replica == replica[owner], elements, 0), owner, wire_itemsize)
+
+    def scatter_bytes(self, owner: int, wire_itemsize: int) -> NDArray[np.int64]:
+        """``[world_size]``: bytes that the owner sends back to each rank, of all copies."""
+        return _message_bytes(self.held.elements, owner, wire_itemsize)
+
+
+def _message_bytes(elements: NDArray[np.int64], owner: int, wire_itemsize: int) -> NDArray[np.int64]:
+    payload = -(-elements * wire_itemsize // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT
+    message: NDArray[np.int64] = np.where(elements > 0, payload + FLAG_BYTES, 0)
+    message[owner] = 0
+    return message

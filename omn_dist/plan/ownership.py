@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from omn_dist.algorithms.coefficients import QUINTIC
-from omn_dist.plan.layout import Layout
+from omn_dist.plan.layout import SHARD_ROWS, Layout
 from omn_dist.plan.matrix import Matrix
 from omn_dist.plan.owners import assign_owners
-from omn_dist.plan.traffic import Counts, Transport, elements_sent, wave_traffic
+from omn_dist.plan.traffic import Counts, Transport, bytes_sent, wave_traffic
 from omn_dist.plan.waves import assign_waves
 
 DEFAULT_WAVE_BYTES = 64 * 2**20
@@ -56,7 +56,8 @@ class Plan:
         )
         return head + tuple(
             f"matrix {matrix.name}: {matrix.num_rows} x {matrix.num_columns} of parameter {matrix.parameter_name} "
-            f"{list(matrix.layout.shape)} ({matrix.layout.kind}), region {[list(piece) for piece in matrix.region]}, "
+            f"{list(matrix.layout.shape)}, transposed {matrix.transposed}, region {[list(piece) for piece in matrix.region]}, "
+            f"mesh {list(matrix.layout.mesh_shape)}, placements {[list(part) for part in matrix.layout.placements]}, "
             f"{matrix.num_steps} steps, owner {owner}, wave {wave_by_matrix[index]}"
             for index, (matrix, owner) in enumerate(zip(self.matrices, self.owners, strict=True))
         )
@@ -95,21 +96,20 @@ class Plan:
     @cached_property
     def bytes_sent_by_rank(self) -> Counts:
         """``[world_size]``: bytes that each rank sends to other ranks in one step."""
-        elements = np.zeros(self.world_size, dtype=np.int64)
+        total = np.zeros(self.world_size, dtype=np.int64)
         for wave in self.waves:
-            elements += elements_sent(self.matrices, self.owners, wave, self.world_size, self.transport)
-        return elements * self.wire_itemsize
+            total += bytes_sent(self.matrices, self.owners, wave, self.world_size, self.wire_itemsize, self.transport)
+        return total
 
     @cached_property
     def temporary_bytes(self) -> int:
         """Bytes of the two slots and the stack on the rank that needs most; without the second transport's own buffers."""
-        shard_side, owner_side, stack = np.zeros((3, self.world_size), dtype=np.int64)
+        most = np.zeros((5, self.world_size), dtype=np.int64)
         for wave in self.waves:
-            traffic = wave_traffic(self.matrices, self.owners, wave, self.world_size)
-            shard_side = np.maximum(shard_side, traffic.shard_side)
-            owner_side = np.maximum(owner_side, traffic.owner_side)
-            stack = np.maximum(stack, traffic.stack)
-        return int((2 * (shard_side + owner_side) + stack).max(initial=0)) * self.wire_itemsize
+            traffic = wave_traffic(self.matrices, self.owners, wave, self.world_size, self.wire_itemsize)
+            sides = (traffic.gather_sent, traffic.gather_received, traffic.scatter_sent, traffic.scatter_received)
+            most = np.maximum(most, np.stack((*sides, traffic.stack)))
+        return int(most.sum(axis=0).max(initial=0))
 
     def summary(self) -> dict[str, Any]:
         """The plan in numbers, for a run record; only JSON types."""
@@ -164,11 +164,8 @@ def plan_matrices(
             raise ValueError(f"matrix {first}: planned twice, expected unique names")
     chosen = tuple(matrices[index] for index in order)
     for matrix in chosen:
-        if matrix.layout.world_size != world_size or matrix.layout.kind != chosen[0].layout.kind:
-            raise ValueError(
-                f"matrix {matrix.name}: {matrix.layout.kind} over {matrix.layout.world_size} ranks, expected "
-                f"{chosen[0].layout.kind} over {world_size} ranks like the rest of its plan"
-            )
+        if matrix.layout.world_size != world_size:
+            raise ValueError(f"matrix {matrix.name}: on {matrix.layout.world_size} ranks, expected {world_size} like its plan")
     assigned = assign_owners(chosen, world_size) if owners is None else tuple(owners[index] for index in order)
     waves = assign_waves(chosen, assigned, world_size, wave_bytes, wire_itemsize)
     return Plan(world_size, chosen, assigned, waves, wire_itemsize, wave_bytes, transport)
@@ -210,5 +207,5 @@ def plan_ownership(
     for name, shape in by_name.items():
         if len(shape) != 2:
             raise ValueError(f"matrix {name}: found shape {shape}, expected (rows, columns)")
-    matrices = [Matrix.whole(name, Layout(shape, world_size, "shard"), num_steps) for name, shape in by_name.items()]
+    matrices = [Matrix.whole(name, Layout(shape, (world_size,), (SHARD_ROWS,)), num_steps) for name, shape in by_name.items()]
     return plan_matrices(matrices, world_size, wave_bytes=wave_bytes, wire_itemsize=wire_itemsize, transport=transport)

@@ -4,17 +4,20 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from omn_dist.plan.layout import Layout
+from omn_dist.plan.layout import REPLICATE, Layout, Placement
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A parameter's layout, and the global ranks that it is about: none for a plain tensor."""
+    """A parameter's layout, and the global ranks that it is about."""
 
     layout: Layout
     ranks: tuple[int, ...]
+    """Sorted, as a process group numbers them; empty for a plain tensor of one process."""
 
 
 def placed(name: str, parameter: Tensor, replicas: tuple[int, ...] = ()) -> Placed:
@@ -22,25 +25,51 @@ def placed(name: str, parameter: Tensor, replicas: tuple[int, ...] = ()) -> Plac
 
     Args:
         name: for messages.
-        parameter: a DTensor with ``Shard(0)`` on a mesh of one axis, or a plain tensor.
+        parameter: a DTensor or a plain tensor.
         replicas: global ranks that hold equal copies of plain tensors; empty when this process is on its own.
 
     Raises:
-        NotImplementedError: a DTensor with another placement or more mesh axes.
+        NotImplementedError: a placement that no optimizer can follow (``Partial`` and the like), or a local tensor that is
+            not what the placements say.
 
     Not collective.
     """
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
-        return Placed(Layout(shape, max(len(replicas), 1), "replicate"), replicas)
-    mesh, placements = parameter.device_mesh, tuple(parameter.placements)
-    # An exact type: strided shards derive from Shard on some versions and lie elsewhere.
-    if mesh.ndim != 1 or type(placements[0]) is not Shard or placements[0].dim != 0:
-        raise NotImplementedError(
-            f"parameter {name} of shape {shape}: found placements {placements} on a mesh of shape "
-            f"{tuple(mesh.shape)}, expected (Shard(dim=0),) on a mesh of one axis; shard it with fully_shard over such a mesh"
-        )
-    return Placed(Layout(shape, mesh.size(), "shard"), tuple(mesh.mesh.flatten().tolist()))
+        return Placed(Layout(shape, (max(len(replicas), 1),), (REPLICATE,)), replicas)
+    mesh = parameter.device_mesh
+    on_mesh = mesh.mesh.flatten().tolist()
+    ranks = tuple(sorted(on_mesh))
+    layout = Layout(
+        shape,
+        tuple(mesh.shape),
+        tuple(_as_data(name, parameter, placement) for placement in parameter.placements),
+        () if tuple(on_mesh) == ranks else tuple(on_mesh.index(rank) for rank in ranks),
+    )
+    if mesh.get_coordinate() is not None:
+        rank = ranks.index(mesh.get_rank())
+        found, expected = tuple(parameter.to_local().shape), layout.local_shape(rank)
+        if found != expected:
+            raise NotImplementedError(
+                f"parameter {name} of shape {shape}: found a local tensor of shape {found} on rank {rank} of a mesh of shape "
+                f"{tuple(mesh.shape)}, expected {expected} from the placements {tuple(parameter.placements)}; choose sizes "
+                "that the mesh axes divide"
+            )
+    return Placed(layout, ranks)
+
+
+def _as_data(name: str, parameter: DTensor, placement: TorchPlacement) -> Placement:
+    if isinstance(placement, _StridedShard):
+        return Placement("strided", placement.dim % parameter.ndim, int(placement.split_factor))
+    # Exact types: other kinds may derive from these and lie elsewhere.
+    if type(placement) is Shard:
+        return Placement("shard", placement.dim % parameter.ndim)
+    if type(placement) is Replicate:
+        return REPLICATE
+    raise NotImplementedError(
+        f"parameter {name} of shape {tuple(parameter.shape)}: found placement {placement} on a mesh of shape "
+        f"{tuple(parameter.device_mesh.shape)}, expected Shard or Replicate on every mesh axis"
+    )
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

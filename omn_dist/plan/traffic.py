@@ -1,4 +1,4 @@
-"""How many elements a wave moves between ranks, and so how many bytes a step sends."""
+"""How many bytes a wave moves between ranks, and so how many a step sends."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,74 +10,76 @@ from numpy.typing import NDArray
 from omn_dist.plan.matrix import Matrix
 
 Transport = Literal["all_to_all", "all_gather"]
-"""How a wave moves. ``all_to_all``: one uneven all-to-all to the owners, one back. ``all_gather``: everybody gets the directions of
-everybody, and each owner scatters its updates; more bytes, for fabrics without a good all-to-all."""
+"""How a wave moves. ``all_to_all``: one uneven all-to-all to the owners, one back. ``all_gather``: everybody gets the
+directions of everybody, and each owner scatters its updates; more bytes, for fabrics without a good all-to-all."""
 
 Counts = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class WaveTraffic:
-    """Wire elements of one wave, one entry a rank. Gather goes from the shard side to the owner side, scatter back.
+    """Bytes of one wave, ``[world_size]`` each.
 
     A message holds, for each matrix of which the shard side has a part, one flag (is there a gradient?) and that part.
-    Replicated matrices are not gathered: each owner side is then what it contributes to the gather of *updates*, padded to one
-    length, and the shard side holds the contributions of all.
     """
 
-    shard_side: Counts
-    owner_side: Counts
+    gather_sent: Counts
+    """To owners, from their own copy of the parameter."""
+    gather_received: Counts
+    scatter_sent: Counts
+    """By owners, to all copies."""
+    scatter_received: Counts
     stack: Counts
-    """Elements of the whole matrices that each rank owns in the wave."""
+    """Whole matrices that each rank owns in the wave."""
+
+    @property
+    def temporary(self) -> int:
+        """The largest of gather slot, scatter slot and stack on any rank: what the byte budget of a wave bounds."""
+        gather = int((self.gather_sent + self.gather_received).max(initial=0))
+        scatter = int((self.scatter_sent + self.scatter_received).max(initial=0))
+        return max(gather, scatter, int(self.stack.max(initial=0)))
 
 
-def wave_traffic(matrices: Sequence[Matrix], owners: Sequence[int], wave: Sequence[int], world_size: int) -> WaveTraffic:
+def wave_traffic(
+    matrices: Sequence[Matrix], owners: Sequence[int], wave: Sequence[int], world_size: int, wire_itemsize: int
+) -> WaveTraffic:
     """The traffic of the matrices with the indices ``wave``."""
-    shard_side = np.zeros(world_size, dtype=np.int64)
-    owner_side = np.zeros(world_size, dtype=np.int64)
-    stack = np.zeros(world_size, dtype=np.int64)
+    gather_sent, gather_received, scatter_sent, scatter_received, stack = np.zeros((5, world_size), dtype=np.int64)
     for index in wave:
         matrix, owner = matrices[index], owners[index]
-        stack[owner] += matrix.num_elements
-        if is_replicated(matrices):
-            continue
-        message = matrix.message_elements()
-        shard_side += message
-        shard_side[owner] -= message[owner]
-        owner_side[owner] += message.sum() - message[owner]
-    if is_replicated(matrices) and world_size > 1:
-        owner_side[:] = stack.max()
-        shard_side[:] = stack.max() * world_size
-    return WaveTraffic(shard_side, owner_side, stack)
+        gathered, scattered = matrix.gather_bytes(owner, wire_itemsize), matrix.scatter_bytes(owner, wire_itemsize)
+        gather_sent += gathered
+        gather_received[owner] += gathered.sum()
+        scatter_sent[owner] += scattered.sum()
+        scatter_received += scattered
+        stack[owner] += matrix.num_elements * wire_itemsize
+    return WaveTraffic(gather_sent, gather_received, scatter_sent, scatter_received, stack)
 
 
-def message_counts(matrices: Sequence[Matrix], owners: Sequence[int], wave: Sequence[int], world_size: int) -> Counts:
-    """``[source, owner]``: wire elements of every message of one gather of sharded matrices."""
-    counts = np.zeros((world_size, world_size), dtype=np.int64)
+def message_bytes(
+    matrices: Sequence[Matrix], owners: Sequence[int], wave: Sequence[int], world_size: int, wire_itemsize: int
+) -> tuple[Counts, Counts]:
+    """``[shard rank, owner]``: bytes of every message of one wave's gather, and of its scatter (from owner to rank)."""
+    gather, scatter = np.zeros((2, world_size, world_size), dtype=np.int64)
     for index in wave:
-        counts[:, owners[index]] += matrices[index].message_elements()
-    np.fill_diagonal(counts, 0)
-    return counts
+        owner = owners[index]
+        gather[:, owner] += matrices[index].gather_bytes(owner, wire_itemsize)
+        scatter[:, owner] += matrices[index].scatter_bytes(owner, wire_itemsize)
+    return gather, scatter
 
 
-def elements_sent(
+def bytes_sent(
     matrices: Sequence[Matrix],
     owners: Sequence[int],
     wave: Sequence[int],
     world_size: int,
+    wire_itemsize: int,
     transport: Transport,
 ) -> Counts:
-    """``[world_size]``: wire elements that each rank sends to other ranks for one wave, both ways together."""
-    traffic = wave_traffic(matrices, owners, wave, world_size)
-    if is_replicated(matrices):
-        return traffic.owner_side * (world_size - 1)
+    """``[world_size]``: bytes that each rank sends to other ranks for one wave, both ways together."""
     if transport == "all_to_all":
-        return traffic.shard_side + traffic.owner_side
-    back: Counts = message_counts(matrices, owners, wave, world_size).max(axis=0)
-    padded: Counts = traffic.shard_side.max() + back
+        traffic = wave_traffic(matrices, owners, wave, world_size, wire_itemsize)
+        return traffic.gather_sent + traffic.scatter_sent
+    gather, scatter = message_bytes(matrices, owners, wave, world_size, wire_itemsize)
+    padded: Counts = gather.sum(axis=1).max() + scatter.max(axis=0)
     return padded * (world_size - 1)
-
-
-def is_replicated(matrices: Sequence[Matrix]) -> bool:
-    """Whether the matrices of a plan lie whole on every rank. A plan has one kind of layout."""
-    return bool(matrices) and matrices[0].layout.kind == "replicate"

@@ -22,7 +22,7 @@ def assign_waves(
         return ()
 
     def needed(waves: tuple[tuple[int, ...], ...]) -> int:
-        return temporary_elements(matrices, owners, waves, world_size) * wire_itemsize
+        return max(wave_traffic(matrices, owners, wave, world_size, wire_itemsize).temporary for wave in waves)
 
     # Doubling until the budget holds, then bisection: temporaries fall with the number of waves down to the largest matrix.
     low, high = 0, 1
@@ -40,15 +40,6 @@ def assign_waves(
         else:
             low = middle
     return best
-
-
-def temporary_elements(matrices: Sequence[Matrix], owners: Sequence[int], waves: Sequence[Sequence[int]], world_size: int) -> int:
-    """The larger of slot and stack, in wire elements, over all waves and ranks: what the byte budget bounds."""
-    most = 0
-    for wave in waves:
-        traffic = wave_traffic(matrices, owners, wave, world_size)
-        most = max(most, int((traffic.shard_side + traffic.owner_side).max()), int(traffic.stack.max()))
-    return most
 
 
 def _queues(matrices: Sequence[Matrix], owners: Sequence[int], world_size: int) -> list[list[int]]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from omn_dist import PRESETS, DualOptimizer, build_parameter_groups
 from omn_dist.settings import SettingsError
@@ -414,22 +414,6 @@ def _placements() -> None:
 
 def test_state_has_the_placements_of_its_parameter() -> None:
     run_ranks(4, _placements)
-
-
-def _unsupported() -> list[str]:
-    messages = []
-    flat, square = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (1, 2))
-    for mesh, placement in ((flat, [Shard(1)]), (flat, [Replicate()]), (square, [Replicate(), Shard(0)])):
-        parameter = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, placement))
-        with pytest.raises(NotImplementedError) as caught:
-            DualOptimizer([{"params": [parameter], "param_names": ["w"], "algorithm": "muon"}])
-        messages.append(str(caught.value))
-    return messages
-
-
-def test_other_placements_are_refused_at_construction() -> None:
-    for message in run_ranks(2, _unsupported)[0]:
-        assert message.startswith("parameter w of shape (4, 4): found placements")
 
 
 def _partial_gradient() -> str:

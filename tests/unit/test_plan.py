@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omn_dist import plan_ownership
-from omn_dist.exchange.route import WaveRoute, wave_route
+from omn_dist.exchange.route import Passage, wave_route
 from omn_dist.plan import Layout, Matrix, Plan, plan_matrices
+from omn_dist.plan.layout import SHARD_ROWS, Segment
 from omn_dist.plan.cost import newton_schulz_flops
 
 OMN_1_BLOCK = {
@@ -138,7 +139,7 @@ def test_every_rank_owns_something_when_there_is_enough() -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 30), st.integers(1, 6), st.integers(1, 12))
 def test_the_shard_layout_cuts_like_torch_chunk(num_rows, num_columns, world_size) -> None:  # type: ignore[no-untyped-def]
-    layout = Layout((num_rows, num_columns), world_size, "shard")
+    layout = Layout((num_rows, num_columns), (world_size,), (SHARD_ROWS,))
     tensor = torch.arange(num_rows * num_columns).view(num_rows, num_columns)
     chunks = list(torch.chunk(tensor, world_size)) if num_rows else []
     for rank in range(world_size):
@@ -149,44 +150,65 @@ def test_the_shard_layout_cuts_like_torch_chunk(num_rows, num_columns, world_siz
 
 def _exchange(plan: Plan, wave: int, wholes: list[np.ndarray]) -> None:
     """Gather and scatter one wave by hand, in one process, and look at what arrives."""
-    routes: list[WaveRoute] = [wave_route(plan, rank, plan.waves[wave]) for rank in range(plan.world_size)]
+    routes = [wave_route(plan, rank, plan.waves[wave]) for rank in range(plan.world_size)]
+    itemsize = plan.wire_itemsize
 
-    def cut(whole: np.ndarray, segment, holder: int) -> np.ndarray:  # type: ignore[no-untyped-def]
+    def cut(whole: np.ndarray, segment: Segment) -> np.ndarray:
         return whole[
             segment.matrix_row : segment.matrix_row + segment.num_rows,
             segment.matrix_column : segment.matrix_column + segment.num_columns,
-        ].ravel()
+        ]
 
-    outgoing = []
-    for rank, route in enumerate(routes):
-        buffer = np.full(route.shard_side.num_elements, -1.0)
-        for part in route.shard_side.parts:
-            buffer[part.offset : part.offset + part.segment.num_elements] = cut(wholes[part.matrix], part.segment, rank)
-        for flag in route.shard_side.flags:
-            buffer[flag.offset] = 1000 + flag.matrix
-        assert (buffer != -1).all(), "gaps in a message"
-        outgoing.append(np.split(buffer, np.cumsum(route.shard_side.counts)[:-1]))
-    for rank, route in enumerate(routes):
-        arrived = np.concatenate([outgoing[source][rank] for source in range(plan.world_size)])
-        assert [len(outgoing[source][rank]) for source in range(plan.world_size)] == list(route.owner_side.counts)
-        assert all(arrived[flag.offset] == 1000 + flag.matrix for flag in route.owner_side.flags)
-        for index, offset in route.owned:
-            assert offset * plan.wire_itemsize % 64 == 0
-            filled = np.full_like(wholes[index], -1.0)
-            places = [(part.segment, arrived[part.offset :]) for part in route.owner_side.parts if part.matrix == index]
-            places += [(segment, cut(wholes[index], segment, rank)) for matrix, segment in route.own if matrix == index]
-            for segment, data in places:
-                rows = slice(segment.matrix_row, segment.matrix_row + segment.num_rows)
-                columns = slice(segment.matrix_column, segment.matrix_column + segment.num_columns)
-                assert (filled[rows, columns] == -1).all(), "an element arrives twice"
-                filled[rows, columns] = data[: segment.num_elements].reshape(segment.num_rows, segment.num_columns)
-            assert (filled == wholes[index]).all()
+    def carry(passages: list[Passage]) -> list[np.ndarray]:
+        """What each rank receives when every part sends its elements and every flag 1000 and its matrix; -2 is padding."""
+        sent = []
+        for passage in passages:
+            buffer = np.full(passage.sent.num_bytes // 2, -2.0)
+            for part in passage.sent.parts:
+                data = np.repeat(cut(wholes[part.matrix], part.segment).ravel(), itemsize // 2)
+                buffer[part.offset // 2 : part.offset // 2 + len(data)] = data
+            for flag in passage.sent.flags:
+                buffer[flag.offset // 2 : flag.offset // 2 + 2] = 1000 + flag.matrix
+            sent.append(np.split(buffer, np.cumsum(passage.sent.num_bytes_by_rank)[:-1] // 2))
+        for rank, passage in enumerate(passages):
+            sizes = [2 * len(sent[source][rank]) for source in range(plan.world_size)]
+            assert sizes == list(passage.received.num_bytes_by_rank)
+        return [np.concatenate([sent[source][rank] for source in range(plan.world_size)]) for rank in range(plan.world_size)]
+
+    for rank, arrived in enumerate(carry([route.gather for route in routes])):
+        route = routes[rank]
+        assert all(arrived[flag.offset // 2] == 1000 + flag.matrix for flag in route.gather.received.flags)
+        for group in route.owned:
+            assert group.offset * itemsize % 64 == 0
+            assert group.pitch * itemsize % 64 == 0
+            for index in group.matrices:
+                filled = np.full_like(wholes[index], -1.0)
+                places = [
+                    (part.segment, arrived[part.offset // 2 :: itemsize // 2][: part.segment.num_elements])
+                    for part in route.gather.received.parts
+                    if part.matrix == index
+                ]
+                places += [(segment, cut(wholes[index], segment).ravel()) for matrix, segment in route.own if matrix == index]
+                for segment, data in places:
+                    target = cut(filled, segment)
+                    assert (target == -1).all(), "an element arrives twice"
+                    target[:] = data.reshape(target.shape)
+                assert (filled == wholes[index]).all()
+    for rank, arrived in enumerate(carry([route.scatter for route in routes])):
+        received = {(part.matrix, part.segment): part.offset for part in routes[rank].scatter.received.parts}
+        for index in plan.waves[wave]:
+            for segment in plan.matrices[index].segments(rank):
+                if plan.owners[index] == rank:
+                    assert (index, segment) in routes[rank].own
+                else:
+                    data = arrived[received[index, segment] // 2 :: itemsize // 2][: segment.num_elements]
+                    assert (data == cut(wholes[index], segment).ravel()).all()
 
 
 @settings(max_examples=40, deadline=None)
-@given(shapes, world_sizes, budgets)
-def test_routes_bring_every_element_to_its_owner_once(found, world_size, budget) -> None:  # type: ignore[no-untyped-def]
-    plan = plan_ownership(_named(found), world_size, wave_bytes=budget)
+@given(shapes, world_sizes, budgets, st.sampled_from([2, 4]))
+def test_routes_bring_every_element_to_its_owner_and_back(found, world_size, budget, itemsize) -> None:  # type: ignore[no-untyped-def]
+    plan = plan_ownership(_named(found), world_size, wave_bytes=budget, wire_itemsize=itemsize)
     wholes = [
         np.arange(matrix.num_elements, dtype=np.float64).reshape(matrix.num_rows, matrix.num_columns) + 7 * index
         for index, matrix in enumerate(plan.matrices)
@@ -200,10 +222,10 @@ def test_mistakes() -> None:
         plan_ownership({"a": (2, 2)}, 0)
     with pytest.raises(ValueError, match=r"matrix a: found shape \(2,\)"):
         plan_ownership({"a": (2,)}, 1)
-    matrix = Matrix.whole("a", Layout((2, 2), 2, "shard"), 5)
+    matrix = Matrix.whole("a", Layout((2, 2), (2,), (SHARD_ROWS,)), 5)
     with pytest.raises(ValueError, match="matrix a: planned twice"):
         plan_matrices([matrix, matrix], 2)
-    with pytest.raises(ValueError, match="shard over 2 ranks"):
+    with pytest.raises(ValueError, match="matrix a: on 2 ranks, expected 3"):
         plan_matrices([matrix], 3)
     with pytest.raises(ValueError, match="every matrix needs exactly one owner"):
         Plan(2, (matrix,), (0,), (), 4, 1)
