@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from omn_dist import plan_ownership
 from omn_dist.exchange.route import Passage, wave_route
 from omn_dist.plan import Layout, Matrix, Plan, plan_matrices
-from omn_dist.plan.layout import SHARD_ROWS, Segment
 from omn_dist.plan.cost import newton_schulz_flops
+from omn_dist.plan.layout import SHARD_ROWS, Segment
 
 OMN_1_BLOCK = {
     "q": (2048, 2048),
