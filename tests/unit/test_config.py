@@ -114,7 +114,7 @@ def test_window_must_divide_by_the_ranks(tiny: Path) -> None:
         assert config.batch.sequences_per_pass(world_size) == sequences
     with pytest.raises(SettingsError, match="found 16 on 3 ranks, expected a multiple of the ranks"):
         check_for_world_size(config, 3)
-    with pytest.raises(SettingsError, match="found 3 for 8 sequences a rank .* expected a divisor of 8"):
+    with pytest.raises(SettingsError, match=r"found 3 for 8 sequences a rank .* expected a divisor of 8"):
         check_for_world_size(load_config(tiny, ["batch.global_batch=16", "batch.micro_batch=3"]), 2)
 
 
