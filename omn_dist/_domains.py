@@ -14,7 +14,7 @@ from omn_dist.exchange.pipeline import Pipeline
 from omn_dist.exchange.transport import all_gather_single
 from omn_dist.plan.matrix import Matrix
 from omn_dist.plan.ownership import Plan, plan_matrices
-from omn_dist.plan.placement import placed
+from omn_dist.plan.placement import Copies, placed
 from omn_dist.plan.traffic import Transport
 
 Member = tuple[Tensor, dict[str, Any]]
@@ -70,6 +70,7 @@ def build_domains(
     transport: Transport,
     shared: SharedGroups,
     owners: Mapping[str, int],
+    copies: Copies,
 ) -> list[Domain]:
     """The domains of the matrix groups. Collective over each domain's ranks, which compare their plans.
 
@@ -82,7 +83,7 @@ def build_domains(
     for group in groups:
         num_steps = recipe_by_name(group["newton_schulz"]).schedule.num_steps
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
-            place = placed(name, parameter, replicas)
+            place = placed(name, parameter, replicas, copies)
             matrices, members = by_ranks.setdefault(place.ranks, ([], {}))
             if name in members:
                 raise ValueError(f"parameter {name}: two parameters of this name, expected unique param_names")

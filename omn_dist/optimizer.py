@@ -1,6 +1,7 @@
 """DualOptimizer: the thin shell that joins groups, plan, pipeline and update rules into a ``torch.optim.Optimizer``."""
 
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, overload
 
@@ -12,6 +13,7 @@ from typing_extensions import override
 from omn_dist._domains import Domain, SharedGroups, build_domains
 from omn_dist._step import AdamWStep, MatrixStep, checked_gradient
 from omn_dist.plan.ownership import DEFAULT_WAVE_BYTES, Plan
+from omn_dist.plan.placement import Copies
 from omn_dist.plan.traffic import Transport
 from omn_dist.presets import Preset, resolve_preset
 from omn_dist.settings import SettingsError, unknown_name
@@ -43,6 +45,10 @@ class DualOptimizer(torch.optim.Optimizer):
         owners: owner rank of each matrix by parameter name, instead of the planner's choice.
         deterministic: orthogonalise one matrix after the other, so that bits do not depend on which matrices share an owner.
             Without it matrices of one shape go through one batched call, which is faster, and on some devices rounds otherwise.
+        copies: ranks with equal copies of a DTensor (HSDP) ``"share"`` its matrices, each update crossing to the other copies
+            once, or ``"repeat"`` the work in every copy with no traffic between them.
+        master_weights: keep an fp32 copy of every half-precision parameter in the state (key ``master``), step on that, and
+            round it to the parameter. Without it steps below the parameter's precision are lost; a warning says so.
         overrides: fields of the preset.
 
     A parameter without a gradient on any rank is left bit-identical, state included. A matrix whose gradient is present on some
@@ -66,6 +72,8 @@ class DualOptimizer(torch.optim.Optimizer):
         process_group: dist.ProcessGroup | None = None,
         owners: Mapping[str, int] | None = None,
         deterministic: bool = True,
+        copies: Copies = "share",
+        master_weights: bool = False,
         **overrides: Any,
     ) -> None:
         self._preset = resolve_preset(preset, overrides)
@@ -73,6 +81,10 @@ class DualOptimizer(torch.optim.Optimizer):
             raise ValueError(unknown_name("transport", transport, ("all_to_all", "all_gather")))
         self._wave_bytes = wave_bytes
         self._deterministic = deterministic
+        if copies not in ("share", "repeat"):
+            raise ValueError(unknown_name("choice of copies", copies, ("share", "repeat")))
+        self._copies: Copies = copies
+        self._master_weights = master_weights
         self._transport: Transport = transport
         self._owners = dict(owners or {})
         self._shared = SharedGroups(process_group)
@@ -116,6 +128,7 @@ class DualOptimizer(torch.optim.Optimizer):
             raise
         for parameter in group["params"]:
             self._allocate_state(parameter, group["algorithm"])
+        self._warn_of_half_precision(group)
         if self._domains is not None:
             self._domains = self._build_domains()
 
@@ -187,7 +200,16 @@ class DualOptimizer(torch.optim.Optimizer):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_preset", "_wave_bytes", "_deterministic", "_transport", "_owners", "_shared")
+        own = (
+            "_preset",
+            "_wave_bytes",
+            "_deterministic",
+            "_copies",
+            "_master_weights",
+            "_transport",
+            "_owners",
+            "_shared",
+        )
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}, "_domains": None}
 
     def _built(self) -> list[Domain]:
@@ -203,6 +225,7 @@ class DualOptimizer(torch.optim.Optimizer):
             transport=self._transport,
             shared=self._shared,
             owners=self._owners,
+            copies=self._copies,
         )
         for domain in domains:
             if not dist.is_initialized() or dist.get_rank() == 0:
@@ -251,17 +274,33 @@ class DualOptimizer(torch.optim.Optimizer):
                 f"parameter {name}: found shape {tuple(parameter.shape)} in a group on muon, expected a matrix; put it on adamw"
             )
 
+    def _warn_of_half_precision(self, group: dict[str, Any]) -> None:
+        half = [
+            name
+            for name, parameter in zip(group["param_names"], group["params"], strict=True)
+            if parameter.dtype in (torch.bfloat16, torch.float16)
+        ]
+        if half and not self._master_weights:
+            warnings.warn(
+                f"{len(half)} parameters like {half[0]} are in half precision: steps and decay below its resolution are lost; "
+                "keep them in fp32 (with a bf16 forward), or pass master_weights=True",
+                stacklevel=4,
+            )
+
     def _allocate_state(self, parameter: Tensor, algorithm: str) -> None:
         """Zero state at once: a lazy one would make torch's state-dict helpers run a hidden step."""
         state = self.state[parameter]
         if state:
             return
+        source = parameter.detach()
+        if self._master_weights and source.dtype in (torch.bfloat16, torch.float16):
+            source = state["master"] = source.float()
         if algorithm == "muon":
-            state["momentum_buffer"] = torch.zeros_like(parameter)
+            state["momentum_buffer"] = torch.zeros_like(source)
         else:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if parameter.is_cuda else "cpu")
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
+            state["exp_avg"] = torch.zeros_like(source)
+            state["exp_avg_sq"] = torch.zeros_like(source)
 
 
 def _difference(number: int, field: str, saved: Any, built: Any) -> str:

@@ -1,5 +1,6 @@
 """Every DTensor layout that FSDP2 and its companions make, bitwise one process, with the plan's collectives and bytes."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -17,6 +18,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from omn_dist import DualOptimizer, build_parameter_groups
+from omn_dist.exchange.route import wave_route
+from omn_dist.plan import Matrix, plan_matrices
+from omn_dist.plan.placement import placed
 
 SHAPES = ((20, 10), (10, 20), (6, 20), (20, 6), (10, 10), (3, 8), (1, 16), (16, 1))
 NAMES = [f"m{index}" for index in range(len(SHAPES))]
@@ -66,9 +70,13 @@ def _expected(preset: str) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in parameters.items()}
 
 
-def _check(optimizer: DualOptimizer, parameters: Sequence[nn.Parameter], preset: str) -> None:
-    """Steps with whole gradients; weights bitwise the reference, nothing gathered whole, and traffic as planned."""
+def _check(optimizer: DualOptimizer, parameters: Sequence[nn.Parameter], preset: str, rank: int | None = None) -> None:
+    """Steps with whole gradients; weights bitwise the reference, nothing gathered whole, and traffic as planned.
+
+    ``rank`` is this rank's number in the plan, where that is not the one in the whole group.
+    """
     (plan,) = optimizer.plans
+    rank = dist.get_rank() if rank is None else rank
     with mock.patch.object(DTensor, "full_tensor", side_effect=AssertionError("full_tensor was called")):
         for step in range(NUM_STEPS):
             for parameter, gradient in zip(parameters, whole_tensors(SHAPES, 100 + step), strict=True):
@@ -76,7 +84,7 @@ def _check(optimizer: DualOptimizer, parameters: Sequence[nn.Parameter], preset:
             optimizer.step()
     for name, parameter in zip(NAMES, parameters, strict=True):
         assert is_shard_of(parameter.detach(), _expected(preset)[name]), name
-    assert optimizer.bytes_sent == NUM_STEPS * int(plan.bytes_sent_by_rank[dist.get_rank()])
+    assert optimizer.bytes_sent == NUM_STEPS * int(plan.bytes_sent_by_rank[rank])
     assert optimizer.num_collectives == NUM_STEPS * plan.num_collectives
 
 
@@ -117,6 +125,28 @@ def test_copies_divide_the_work_and_stay_equal() -> None:
     assert results[0][1] == results[2][1]
     assert results[1][1] == results[3][1]
     assert results[0][1] != results[1][1]
+
+
+def _copies_repeat_the_work(mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]) -> tuple[int, int]:
+    mesh = init_device_mesh("cpu", mesh_shape)
+    parameters = [sharded(tensor, mesh, placements) for tensor in whole_tensors(SHAPES, 0)]
+    optimizer = DualOptimizer([{"params": parameters, "param_names": NAMES, "algorithm": "muon"}], copies="repeat")
+    rank = 0
+    for size, position, placement in zip(mesh.shape, mesh.get_coordinate() or (), placements, strict=True):
+        if placement != COPY:
+            rank = rank * size + position
+    _check(optimizer, parameters, "omn", rank)
+    return optimizer.plans[0].world_size, optimizer.bytes_sent
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "placements", "world_size"),
+    [((2, 2), (COPY, ROWS), 2), ((2, 2), (ROWS, COPY), 2), ((2,), (COPY,), 1), ((2, 2, 2), (COPY, _strided(2), ROWS), 4)],
+)
+def test_copies_may_repeat_the_work(mesh_shape: tuple[int, ...], placements: tuple[Placement, ...], world_size: int) -> None:
+    results = run_ranks(torch.Size(mesh_shape).numel(), _copies_repeat_the_work, mesh_shape, placements)
+    assert {found for found, _ in results} == {world_size}
+    assert any(sent for _, sent in results) == (world_size > 1)
 
 
 def _transposed_numbering() -> None:
@@ -238,6 +268,42 @@ def _distributed_data_parallel() -> None:
 
 def test_distributed_data_parallel() -> None:
     run_ranks(2, _distributed_data_parallel)
+
+
+# --- many ranks -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh_shape", [(8, 8, 8), (8, 64, 8)])
+def test_hundreds_of_ranks_are_planned_from_dtensors(mesh_shape: tuple[int, int, int]) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    world_size = torch.Size(mesh_shape).numel()
+    dist.init_process_group("fake", store=FakeStore(), rank=world_size - 1, world_size=world_size)
+    try:
+        mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard", "tensor"))
+        start = time.perf_counter()
+        matrices = []
+        for layer in range(8):
+            for name, shape, placements in (
+                ("up", (1376, 512), (COPY, _strided(8), ROWS)),
+                ("down", (512, 1376), (COPY, ROWS, COLUMNS)),
+            ):
+                parameter = sharded(torch.empty(shape), mesh, placements)
+                place = placed(f"{layer}.{name}", parameter)
+                assert place.ranks == tuple(range(world_size))
+                matrices.append(Matrix.whole(f"{layer}.{name}", place.layout, 5))
+        plan = plan_matrices(matrices, world_size)
+        routes = [wave_route(plan, world_size - 1, wave) for wave in plan.waves]
+        assert time.perf_counter() - start < 10
+        assert len(set(plan.owners)) == 16
+        assert int(plan.bytes_sent_by_rank.sum()) > 0
+        # The last rank receives an update of each matrix of which it holds a part, and owns what the plan says.
+        updated = {part.matrix for route in routes for part in route.scatter.received.parts}
+        owned = {index for route in routes for index, _ in route.own}
+        held = {index for index, matrix in enumerate(plan.matrices) if matrix.held.elements[-1]}
+        assert updated | owned == held
+    finally:
+        dist.destroy_process_group()
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------------
