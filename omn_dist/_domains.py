@@ -16,6 +16,7 @@ from omn_dist.plan.matrix import Matrix
 from omn_dist.plan.ownership import Plan, plan_matrices
 from omn_dist.plan.placement import Copies, placed
 from omn_dist.plan.traffic import Transport
+from omn_dist.plan.views import View, matrices_of
 
 Member = tuple[Tensor, dict[str, Any]]
 """A parameter and its group."""
@@ -81,17 +82,21 @@ def build_domains(
     replicas = tuple(dist.get_process_group_ranks(shared.replicas)) if shared.replicas is not None else ()
     by_ranks: dict[tuple[int, ...], tuple[list[Matrix], dict[str, Member]]] = {}
     for group in groups:
+        view = View.from_group(group)
         num_steps = recipe_by_name(group["newton_schulz"]).schedule.num_steps
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
             place = placed(name, parameter, replicas, copies)
             matrices, members = by_ranks.setdefault(place.ranks, ([], {}))
             if name in members:
                 raise ValueError(f"parameter {name}: two parameters of this name, expected unique param_names")
-            matrices.append(Matrix.whole(name, place.layout, num_steps))
+            matrices.extend(matrices_of(name, view, place.layout, num_steps))
             members[name] = (parameter, group)
-    unknown = sorted(set(owners) - {name for _, members in by_ranks.values() for name in members})
+    unknown = sorted(set(owners) - {matrix.name for matrices, _ in by_ranks.values() for matrix in matrices})
     if unknown:
-        raise ValueError(f"owners: {unknown[0]!r} is no matrix of this optimizer, expected names of Muon parameters")
+        raise ValueError(
+            f"owners: {unknown[0]!r} is no matrix of this optimizer, expected names of Muon parameters, with the part in brackets "
+            "where a view splits one"
+        )
     dtype = _wire_dtype(wire, groups)
     # In one order on all ranks, those with most to do first, so that AdamW runs beside their first gather.
     return [

@@ -11,10 +11,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from omn_dist._domains import Domain, SharedGroups, build_domains
+from omn_dist._grouping import MATRIX_GROUP_FIELDS, check_saved_groups, complete_view
+from omn_dist._rows import Rows, RowsStep, build_rows
 from omn_dist._step import AdamWStep, MatrixStep, checked_gradient
 from omn_dist.plan.ownership import DEFAULT_WAVE_BYTES, Plan
 from omn_dist.plan.placement import Copies
 from omn_dist.plan.traffic import Transport
+from omn_dist.plan.views import View
 from omn_dist.presets import Preset, resolve_preset
 from omn_dist.settings import SettingsError, unknown_name
 
@@ -89,6 +92,7 @@ class DualOptimizer(torch.optim.Optimizer):
         self._owners = dict(owners or {})
         self._shared = SharedGroups(process_group)
         self._domains: list[Domain] | None = None
+        self._rows: list[Rows] = []
         given = [dict(group) for group in groups]
         if not given:
             raise ValueError("groups: found none, expected those of build_parameter_groups(model)")
@@ -122,12 +126,12 @@ class DualOptimizer(torch.optim.Optimizer):
         super().add_param_group(group)
         try:
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
-                self._check_parameter(name, parameter, group["algorithm"])
+                self._check_parameter(name, parameter, group)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
         for parameter in group["params"]:
-            self._allocate_state(parameter, group["algorithm"])
+            self._allocate_state(parameter, group)
         self._warn_of_half_precision(group)
         if self._domains is not None:
             self._domains = self._build_domains()
@@ -165,10 +169,16 @@ class DualOptimizer(torch.optim.Optimizer):
         steps = [
             MatrixStep(domain.plan, domain.members, self.state, gradients, deterministic=self._deterministic) for domain in domains
         ]
-        if not domains:
+        rows = RowsStep(self._rows, self.state, gradients)
+
+        def run_local() -> None:
             adamw.run()
+            rows.run()
+
+        if not domains:
+            run_local()
         for number, (domain, step) in enumerate(zip(domains, steps, strict=True)):
-            domain.pipeline.run(step, adamw.run if number == 0 else lambda: None)
+            domain.pipeline.run(step, run_local if number == 0 else lambda: None)
         if all(gradient is None for gradient in gradients.values()) and not any(step.saw_gradient() for step in steps):
             raise RuntimeError(
                 f"step: found no gradient on any of {len(gradients)} parameters, expected a backward before it; if there was one, "
@@ -181,12 +191,9 @@ class DualOptimizer(torch.optim.Optimizer):
         """Load a ``state_dict`` of an optimizer with the same groups; state keeps the dtypes that it was saved with.
 
         Raises:
-            ValueError: the saved groups hold other parameters, named with their group.
+            ValueError: the saved groups hold other parameters, shapes, algorithms or views; the first difference is named.
         """
-        for number, (saved, built) in enumerate(zip(state_dict["param_groups"], self.param_groups, strict=False)):
-            for field in ("algorithm", "param_names"):
-                if field in saved and saved[field] != built[field]:
-                    raise ValueError(_difference(number, field, saved[field], built[field]))
+        check_saved_groups(state_dict["param_groups"], self.param_groups)
         super().load_state_dict(state_dict)
         identities = [identity for group in state_dict["param_groups"] for identity in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -210,7 +217,7 @@ class DualOptimizer(torch.optim.Optimizer):
             "_owners",
             "_shared",
         )
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}, "_domains": None}
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}, "_domains": None, "_rows": []}
 
     def _built(self) -> list[Domain]:
         if self._domains is None:
@@ -218,8 +225,10 @@ class DualOptimizer(torch.optim.Optimizer):
         return self._domains
 
     def _build_domains(self) -> list[Domain]:
+        matrix_groups = [group for group in self.param_groups if group["algorithm"] == "muon"]
+        self._rows = build_rows(matrix_groups)
         domains = build_domains(
-            [group for group in self.param_groups if group["algorithm"] == "muon"],
+            matrix_groups,
             wire=self._preset.wire,
             wave_bytes=self._wave_bytes,
             transport=self._transport,
@@ -240,9 +249,12 @@ class DualOptimizer(torch.optim.Optimizer):
                 raise SettingsError("group: found no 'algorithm', expected 'muon' or 'adamw'")
             raise SettingsError(unknown_name("algorithm", str(algorithm), _GROUP_FIELDS))
         fields = _GROUP_FIELDS[algorithm]
+        known = [*fields, "params", "param_names", "param_shapes", "algorithm", "initial_lr"]
+        if algorithm != "adamw":
+            known.extend(MATRIX_GROUP_FIELDS)
         for key in group:
-            if key not in fields and key not in ("params", "param_names", "algorithm", "initial_lr"):
-                raise SettingsError(unknown_name(f"field of a group on {algorithm}", key, fields))
+            if key not in known:
+                raise SettingsError(unknown_name(f"field of a group on {algorithm}", key, known))
         if isinstance(group["params"], Tensor):
             group["params"] = [group["params"]]
         group["params"] = list(group["params"])
@@ -259,9 +271,12 @@ class DualOptimizer(torch.optim.Optimizer):
             )
         for field, source in fields.items():
             group.setdefault(field, getattr(self._preset, source))
+        group["param_shapes"] = [tuple(parameter.shape) for parameter in group["params"]]
+        if algorithm != "adamw":
+            complete_view(group, self._preset)
         return group
 
-    def _check_parameter(self, name: str, parameter: Tensor, algorithm: str) -> None:
+    def _check_parameter(self, name: str, parameter: Tensor, group: Mapping[str, Any]) -> None:
         if parameter.is_meta:
             raise ValueError(
                 f"parameter {name}: found it on the meta device, expected real memory; build the optimizer after to_empty, or use "
@@ -269,9 +284,14 @@ class DualOptimizer(torch.optim.Optimizer):
             )
         if not parameter.is_floating_point():
             raise TypeError(f"parameter {name}: found dtype {parameter.dtype}, expected a real floating one")
-        if algorithm == "muon" and parameter.ndim != 2:
+        if group["algorithm"] == "adamw":
+            return
+        if (view := View.from_group(group)) is not None:
+            view.check(name, parameter.shape)
+        elif parameter.ndim != 2:
             raise ValueError(
-                f"parameter {name}: found shape {tuple(parameter.shape)} in a group on muon, expected a matrix; put it on adamw"
+                f"parameter {name}: found shape {tuple(parameter.shape)} in a group on {group['algorithm']}, expected a matrix; "
+                "put it on adamw, or give muon_shape for a stack of matrices"
             )
 
     def _warn_of_half_precision(self, group: dict[str, Any]) -> None:
@@ -287,28 +307,22 @@ class DualOptimizer(torch.optim.Optimizer):
                 stacklevel=4,
             )
 
-    def _allocate_state(self, parameter: Tensor, algorithm: str) -> None:
-        """Zero state at once: a lazy one would make torch's state-dict helpers run a hidden step."""
+    def _allocate_state(self, parameter: Tensor, group: Mapping[str, Any]) -> None:
+        """Zero state at once: a lazy one would make torch's state-dict helpers run a hidden step.
+
+        Rows that AdamW updates inside a matrix parameter have their moments in tensors like the parameter: those reshard like
+        it, and cost two more of its size.
+        """
         state = self.state[parameter]
         if state:
             return
         source = parameter.detach()
         if self._master_weights and source.dtype in (torch.bfloat16, torch.float16):
             source = state["master"] = source.float()
-        if algorithm == "muon":
+        view = None if group["algorithm"] == "adamw" else View.from_group(group)
+        if group["algorithm"] != "adamw":
             state["momentum_buffer"] = torch.zeros_like(source)
-        else:
+        if group["algorithm"] == "adamw" or (view is not None and view.has_adamw_rows):
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if parameter.is_cuda else "cpu")
             state["exp_avg"] = torch.zeros_like(source)
             state["exp_avg_sq"] = torch.zeros_like(source)
-
-
-def _difference(number: int, field: str, saved: Any, built: Any) -> str:
-    if field == "param_names":
-        only_saved = [name for name in saved if name not in built]
-        only_built = [name for name in built if name not in saved]
-        where = f"only saved: {only_saved[:3]}, only here: {only_built[:3]}"
-        if not only_saved and not only_built:
-            where = "the same names in another order"
-        return f"group {number}: saved with {len(saved)} parameters, found {len(built)} here ({where}); expected the same groups"
-    return f"group {number}: {field} saved as {saved!r}, found {built!r} here; expected the same groups"

@@ -15,6 +15,7 @@ from omn_dist.plan.layout import SHARD_ROWS, Layout
 from omn_dist.plan.matrix import Matrix
 from omn_dist.plan.owners import assign_owners
 from omn_dist.plan.traffic import Counts, Transport, bytes_sent, message_bytes, wave_traffic
+from omn_dist.plan.views import View, matrices_of
 from omn_dist.plan.waves import assign_waves
 
 DEFAULT_WAVE_BYTES = 64 * 2**20
@@ -220,16 +221,17 @@ def plan_ownership(
 
     Not collective.
     """
-    by_name: dict[str, tuple[int, ...]] = {}
+    members: list[tuple[str, Sequence[int], View | None]] = []
     if isinstance(shapes, Mapping):
-        by_name = {name: tuple(shape) for name, shape in shapes.items()}
+        members.extend((name, shape, None) for name, shape in shapes.items())
     else:
         for group in shapes:
             if group["algorithm"] != "adamw":
-                for name, parameter in zip(group["param_names"], group["params"], strict=True):
-                    by_name[name] = tuple(parameter.shape)
-    for name, shape in by_name.items():
-        if len(shape) != 2:
-            raise ValueError(f"matrix {name}: found shape {shape}, expected (rows, columns)")
-    matrices = [Matrix.whole(name, Layout(shape, (world_size,), (SHARD_ROWS,)), num_steps) for name, shape in by_name.items()]
+                view = View.from_group(group)
+                members.extend((name, p.shape, view) for name, p in zip(group["param_names"], group["params"], strict=True))
+    matrices = [
+        matrix
+        for name, shape, view in members
+        for matrix in matrices_of(name, view, Layout(tuple(shape), (world_size,), (SHARD_ROWS,)), num_steps)
+    ]
     return plan_matrices(matrices, world_size, wave_bytes=wave_bytes, wire_itemsize=wire_itemsize, transport=transport)

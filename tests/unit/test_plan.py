@@ -220,7 +220,7 @@ def test_routes_bring_every_element_to_its_owner_and_back(found, world_size, bud
 def test_mistakes() -> None:
     with pytest.raises(ValueError, match="world_size: found 0"):
         plan_ownership({"a": (2, 2)}, 0)
-    with pytest.raises(ValueError, match=r"matrix a: found shape \(2,\)"):
+    with pytest.raises(ValueError, match=r"parameter a: found shape \(2,\)"):
         plan_ownership({"a": (2,)}, 1)
     matrix = Matrix.whole("a", Layout((2, 2), (2,), (SHARD_ROWS,)), 5)
     with pytest.raises(ValueError, match="matrix a: planned twice"):
