@@ -10,17 +10,34 @@ from torch import Tensor
 from typing_extensions import override
 
 from omn_dist._domains import Domain, SharedGroups, build_domains
+from omn_dist._row_moment import STATE_KEY as ROW_MOMENT
+from omn_dist._row_moment import row_moment_like
 from omn_dist._step import AdamWStep, MatrixStep, checked_gradient
+from omn_dist.algorithms.row_numbers import MATRIX_ALGORITHMS
 from omn_dist.plan.ownership import DEFAULT_WAVE_BYTES, Plan
 from omn_dist.plan.traffic import Transport
-from omn_dist.presets import Preset, resolve_preset
+from omn_dist.presets import Preset, check_group, resolve_preset
 from omn_dist.settings import SettingsError, unknown_name
 
 logger = logging.getLogger(__name__)
 
+_MOMENTUM_FIELDS = ("lr", "weight_decay", "momentum", "momentum_rule", "nesterov", "cautious_decay")
+_MUON_FIELDS = (
+    *_MOMENTUM_FIELDS,
+    "newton_schulz",
+    "schedule",
+    "num_steps",
+    "newton_schulz_dtype",
+    "form",
+    "scale",
+    "spectral_cap",
+    "stable_rank_floor",
+)
 _GROUP_FIELDS: dict[str, dict[str, str]] = {
     # Field of a group to the preset's field that fills it.
-    "muon": {name: name for name in ("lr", "weight_decay", "momentum", "momentum_rule", "nesterov", "newton_schulz", "scale")},
+    "muon": {name: name for name in _MUON_FIELDS},
+    "normuon": {name: name for name in (*_MUON_FIELDS, "row_beta", "row_epsilon", "rescale")},
+    "vector": {name: name for name in (*_MOMENTUM_FIELDS, "segments")},
     "adamw": {"lr": "adamw_lr", "betas": "adamw_betas", "eps": "adamw_epsilon", "weight_decay": "adamw_weight_decay"},
 }
 
@@ -33,9 +50,10 @@ class DualOptimizer(torch.optim.Optimizer):
     step are bitwise those of one process that runs the same algorithm on whole tensors.
 
     Args:
-        groups: of ``build_parameter_groups``, or your own dictionaries with ``params``, ``algorithm`` (``"muon"`` or
-            ``"adamw"``) and, if you like, ``param_names`` and any field of the algorithm.
-        preset: ``"omn"``, ``"torch"`` or a :class:`~omn_dist.presets.Preset`.
+        groups: of ``build_parameter_groups``, or your own dictionaries with ``params``, ``algorithm`` and, if you like,
+            ``param_names`` and any field of the algorithm. ``"muon"`` are matrices for the preset's matrix algorithm;
+            ``"normuon"``, ``"adamw"`` and ``"vector"`` (parameters with one dim) are those, whatever the preset.
+        preset: a name of ``PRESETS`` or a :class:`~omn_dist.presets.Preset`.
         wave_bytes: byte budget of one slot of the pipeline and of the stack of whole matrices, per rank.
         transport: ``"all_to_all"``, or ``"all_gather"`` for fabrics without a good all-to-all. The same on all ranks.
         process_group: ranks that hold equal copies of the *plain* tensors among the matrices (DDP): they then share the work.
@@ -114,8 +132,8 @@ class DualOptimizer(torch.optim.Optimizer):
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
-        for parameter in group["params"]:
-            self._allocate_state(parameter, group["algorithm"])
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            self._allocate_state(name, parameter, group)
         if self._domains is not None:
             self._domains = self._build_domains()
 
@@ -197,7 +215,7 @@ class DualOptimizer(torch.optim.Optimizer):
 
     def _build_domains(self) -> list[Domain]:
         domains = build_domains(
-            [group for group in self.param_groups if group["algorithm"] == "muon"],
+            [group for group in self.param_groups if group["algorithm"] != "adamw"],
             wire=self._preset.wire,
             wave_bytes=self._wave_bytes,
             transport=self._transport,
@@ -216,6 +234,9 @@ class DualOptimizer(torch.optim.Optimizer):
             if algorithm is None:
                 raise SettingsError("group: found no 'algorithm', expected 'muon' or 'adamw'")
             raise SettingsError(unknown_name("algorithm", str(algorithm), _GROUP_FIELDS))
+        if algorithm == "muon":
+            # Groups say which parameters are matrices; which matrix algorithm that means is the recipe's choice.
+            algorithm = group["algorithm"] = self._preset.algorithm
         fields = _GROUP_FIELDS[algorithm]
         for key in group:
             if key not in fields and key not in ("params", "param_names", "algorithm", "initial_lr"):
@@ -234,8 +255,12 @@ class DualOptimizer(torch.optim.Optimizer):
             raise SettingsError(
                 f"group: found {len(group['param_names'])} param_names for {len(group['params'])} params, expected one each"
             )
+        if algorithm == "vector":
+            group.setdefault("segments", None)
         for field, source in fields.items():
-            group.setdefault(field, getattr(self._preset, source))
+            if field not in group:
+                group[field] = getattr(self._preset, source)
+        check_group(group)
         return group
 
     def _check_parameter(self, name: str, parameter: Tensor, algorithm: str) -> None:
@@ -246,17 +271,24 @@ class DualOptimizer(torch.optim.Optimizer):
             )
         if not parameter.is_floating_point():
             raise TypeError(f"parameter {name}: found dtype {parameter.dtype}, expected a real floating one")
-        if algorithm == "muon" and parameter.ndim != 2:
+        if algorithm in MATRIX_ALGORITHMS and parameter.ndim != 2:
             raise ValueError(
-                f"parameter {name}: found shape {tuple(parameter.shape)} in a group on muon, expected a matrix; put it on adamw"
+                f"parameter {name}: found shape {tuple(parameter.shape)} in a group on {algorithm}, expected a matrix; put it on "
+                "adamw, or a vector on vector"
+            )
+        if algorithm == "vector" and parameter.ndim != 1:
+            raise ValueError(
+                f"parameter {name}: found shape {tuple(parameter.shape)} in a group on vector, expected one dim; put it on adamw"
             )
 
-    def _allocate_state(self, parameter: Tensor, algorithm: str) -> None:
+    def _allocate_state(self, name: str, parameter: Tensor, group: Mapping[str, Any]) -> None:
         """Zero state at once: a lazy one would make torch's state-dict helpers run a hidden step."""
         state = self.state[parameter]
         if state:
             return
-        if algorithm == "muon":
+        if group["algorithm"] == "normuon":
+            state[ROW_MOMENT] = row_moment_like(name, parameter, group)
+        if group["algorithm"] != "adamw":
             state["momentum_buffer"] = torch.zeros_like(parameter)
         else:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if parameter.is_cuda else "cpu")
