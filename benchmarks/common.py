@@ -1,0 +1,95 @@
+"""What all benchmarks share: real gloo ranks with one thread each, the machine they ran on, medians with their spread."""
+
+import json
+import os
+import platform
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+MATRICES: dict[str, tuple[int, int]] = {
+    f"layers.{layer}.{name}": shape
+    for layer in range(8)
+    for name, shape in {
+        "q": (512, 512),
+        "k": (512, 512),
+        "v": (512, 512),
+        "o": (512, 512),
+        "gate": (1368, 512),
+        "up": (1368, 512),
+        "down": (512, 1368),
+    }.items()
+}
+"""Hidden 512, 8 layers: 25.2 million matrix parameters, 334 GFLOP of five standard steps."""
+
+
+def environment() -> dict[str, Any]:
+    """The machine and the versions, for every table and JSON."""
+    model = platform.processor()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        model = names[0] if names else model
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "load_average": os.getloadavg()[0],
+    }
+
+
+def on_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    """``function(*arguments)`` on every rank of a fresh gloo group, one thread each; what the first rank returns."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        mp.spawn(_rank, args=(num_ranks, folder, function, arguments), nprocs=num_ranks)
+        return torch.load(Path(folder) / "result", weights_only=False)
+
+
+def _rank(rank: int, num_ranks: int, folder: str, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
+    result = function(*arguments)
+    if rank == 0:
+        torch.save(result, Path(folder) / "result")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def slowest(seconds: float) -> float:
+    """The largest value of all ranks. Collective."""
+    value = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return float(value)
+
+
+def summary(seconds: Sequence[float]) -> dict[str, float]:
+    """Median and quartiles in milliseconds."""
+    ordered = sorted(seconds)
+    low, high = (ordered[int(fraction * (len(ordered) - 1))] for fraction in (0.25, 0.75))
+    return {"median_ms": 1e3 * statistics.median(ordered), "low_ms": 1e3 * low, "high_ms": 1e3 * high}
+
+
+def show(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
+    """Rows as a table under the environment, or everything as JSON."""
+    if as_json:
+        print(json.dumps({"environment": environment(), "rows": list(rows)}, indent=1))
+        return
+    print("  ".join(f"{name}: {value}" for name, value in environment().items()))
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [columns] + [[_cell(row.get(column, "")) for column in columns] for row in rows]
+    widths = [max(len(line[index]) for line in cells) for index in range(len(columns))]
+    for line in cells:
+        print("  ".join(cell.ljust(width) if index == 0 else cell.rjust(width) for index, (cell, width) in enumerate(zip(line, widths, strict=True))))
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)

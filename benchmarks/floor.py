@@ -1,0 +1,105 @@
+"""The least possible time of an optimizer step, from rates measured on this machine in the same run.
+
+Three terms, added on CPU ranks, which compute and communicate on the same cores:
+
+- the matrix products of the slowest rank, run alone with all ranks busy, for each shape in the faster of one batched call and
+  calls one by one;
+- one read and one write of each byte of state (parameter and momentum shards) at the rate of a copy with all ranks busy;
+- the all-to-alls of the plan, with its own buffers, run alone.
+
+    python benchmarks/floor.py --ranks 2 [--preset torch] [--json]
+"""
+
+import argparse
+import time
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import MATRICES, on_ranks, show, slowest
+
+from omn_dist import plan_ownership
+from omn_dist.exchange.route import wave_route
+from omn_dist.exchange.transport import AllToAll
+
+NUM_ROUNDS = 5
+
+
+def floor_seconds(preset: str) -> dict[str, float]:
+    """The terms of the floor and their sum, in seconds. Collective; times are those of the slowest rank."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    dtype = torch.bfloat16 if preset == "torch" else torch.float32
+    plan = plan_ownership(MATRICES, world_size, wire_itemsize=dtype.itemsize)
+    owned = Counter(
+        tuple(sorted((matrix.num_rows, matrix.num_columns)))
+        for matrix, owner in zip(plan.matrices, plan.owners, strict=True)
+        if owner == rank
+    )
+    stacks = [torch.randn(count, *shape).mul_(0.01).to(dtype) for shape, count in sorted(owned.items())]
+    products = sum(
+        min(_fastest(lambda: _batched(stack)), _fastest(lambda: _one_by_one(stack))) for stack in stacks  # noqa: B023
+    )
+    num_state_bytes = 2 * 4 * sum(matrix.num_elements for matrix in plan.matrices) // world_size
+    source = torch.zeros(num_state_bytes // 4)
+    target = torch.empty_like(source)
+    copies = _fastest(lambda: target.copy_(source))
+    routes = [wave_route(plan, rank, wave) for wave in plan.waves]
+    exchange = 0.0
+    if world_size > 1:
+        transport = AllToAll(plan, routes, dist.group.WORLD)  # type: ignore[arg-type]
+        sides = [
+            [
+                torch.zeros(side.num_bytes, dtype=torch.uint8)
+                for side in (route.gather.sent, route.gather.received, route.scatter.sent, route.scatter.received)
+            ]
+            for route in routes
+        ]
+
+        def all_to_alls() -> None:
+            for number, (out, back, sent, received) in enumerate(sides):
+                transport.gather(number, out, back).wait()
+                transport.scatter(number, sent, received).wait()
+
+        exchange = _fastest(all_to_alls)
+    terms = {"products": slowest(products), "copies": slowest(copies), "all_to_alls": slowest(exchange)}
+    return {**terms, "floor": sum(terms.values())}
+
+
+def _fastest(function: Any) -> float:
+    best = float("inf")
+    for _ in range(NUM_ROUNDS):
+        dist.barrier()
+        start = time.perf_counter()
+        function()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _batched(stack: torch.Tensor) -> None:
+    for _ in range(5):
+        gram = stack @ stack.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=-4.775, alpha=2.0315)
+        torch.baddbmm(stack, polynomial, stack, beta=3.4445)
+
+
+def _one_by_one(stack: torch.Tensor) -> None:
+    for matrix in stack:
+        for _ in range(5):
+            gram = matrix @ matrix.mT
+            polynomial = torch.addmm(gram, gram, gram, beta=-4.775, alpha=2.0315)
+            torch.addmm(matrix, polynomial, matrix, beta=3.4445)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--preset", choices=("omn", "torch"), default="torch")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    terms = on_ranks(arguments.ranks, floor_seconds, arguments.preset)
+    show([{"name": name, "ms": 1e3 * seconds} for name, seconds in terms.items()], arguments.json)
+
+
+if __name__ == "__main__":
+    main()

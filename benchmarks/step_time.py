@@ -1,0 +1,106 @@
+"""Time of one optimizer step: this system and others, same matrices, same ranks, interleaved in one run.
+
+    python benchmarks/step_time.py --ranks 2 [--rounds 7] [--json] [--only omn_dist]
+
+Others are compared where they are installed (``pip install -e .[benchmarks]``). Each row is a multiple of the floor that was measured in
+the same run (see floor.py). ``same_update`` says whether a contender computes Muon's update with five standard bf16 steps on whole
+matrices; others are marked, since their time is that of another job.
+"""
+
+import argparse
+import importlib.util
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import MATRICES, on_ranks, show, slowest, summary
+from floor import floor_seconds
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from omn_dist import DualOptimizer
+
+Optimizers = dict[str, tuple[Callable[[list[nn.Parameter]], torch.optim.Optimizer], bool]]
+"""Name to how it is built, and whether it computes the same update."""
+
+
+def contenders() -> Optimizers:
+    """Everything that is installed."""
+    names = list(MATRICES)
+
+    def ours(**options: Any) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+        return lambda parameters: DualOptimizer(
+            [{"params": parameters, "param_names": names, "algorithm": "muon"}], preset="torch", **options
+        )
+
+    found: Optimizers = {
+        "omn_dist": (ours(deterministic=False), True),
+        "omn_dist, deterministic": (ours(), True),
+        "torch.optim.Muon": (lambda parameters: torch.optim.Muon(parameters), True),
+        "torch.optim.AdamW, fused": (lambda parameters: torch.optim.AdamW(parameters, fused=True), False),
+    }
+    if importlib.util.find_spec("muon_fsdp2"):
+        import muon_fsdp2
+
+        found["muon-fsdp2"] = (lambda parameters: muon_fsdp2.Muon([{"params": parameters, "use_muon": True}]), True)
+    if importlib.util.find_spec("muonium"):
+        import muonium
+
+        found["muonium"] = (
+            lambda parameters: muonium.Muon(parameters, orthogonalization_strategy="newton_schulz", use_cautious_wd=False),
+            True,
+        )
+    return found
+
+
+def measure(only: list[str], num_rounds: int) -> list[dict[str, Any]]:
+    """Rows of the table. Collective."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    running = {}
+    for name, (build, same_update) in contenders().items():
+        if not only or name in only:
+            parameters = [_sharded(shape, mesh) for shape in MATRICES.values()]
+            running[name] = (parameters, build(parameters), same_update)
+    times: dict[str, list[float]] = {name: [] for name in running}
+    floors = []
+    for number in range(num_rounds + 1):
+        floors.append(floor_seconds("torch")["floor"])
+        for name, (parameters, optimizer, _) in running.items():
+            for parameter in parameters:
+                parameter.grad = torch.full_like(parameter, 0.01 * (1 + number))
+                parameter.grad.to_local().add_(parameter.detach().to_local())
+            dist.barrier()
+            start = time.perf_counter()
+            optimizer.step()
+            seconds = slowest(time.perf_counter() - start)
+            if number:  # the first round allocates and compiles
+                times[name].append(seconds)
+    floor = summary(floors[1:])
+    rows = [{"name": "floor", **floor, "times_floor": 1.0, "same_update": True}]
+    for name, (_, _, same_update) in running.items():
+        row = summary(times[name])
+        rows.append({"name": name, **row, "times_floor": row["median_ms"] / floor["median_ms"], "same_update": same_update})
+    return rows
+
+
+def _sharded(shape: tuple[int, int], mesh: DeviceMesh) -> nn.Parameter:
+    generator = torch.Generator().manual_seed(shape[0])
+    local = torch.randn(shape, generator=generator).mul_(0.02).chunk(mesh.size())[mesh.get_local_rank()].clone()
+    return nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", action="append", default=[], help="a contender's name; may be repeated")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    show(on_ranks(arguments.ranks, measure, arguments.only, arguments.rounds), arguments.json)
+
+
+if __name__ == "__main__":
+    main()
