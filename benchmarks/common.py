@@ -88,7 +88,12 @@ def show(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
     cells = [columns] + [[_cell(row.get(column, "")) for column in columns] for row in rows]
     widths = [max(len(line[index]) for line in cells) for index in range(len(columns))]
     for line in cells:
-        print("  ".join(cell.ljust(width) if index == 0 else cell.rjust(width) for index, (cell, width) in enumerate(zip(line, widths, strict=True))))
+        print(
+            "  ".join(
+                cell.ljust(width) if index == 0 else cell.rjust(width)
+                for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+            )
+        )
 
 
 def _cell(value: Any) -> str:

@@ -38,7 +38,8 @@ def floor_seconds(preset: str) -> dict[str, float]:
     )
     stacks = [torch.randn(count, *shape).mul_(0.01).to(dtype) for shape, count in sorted(owned.items())]
     products = sum(
-        min(_fastest(lambda: _batched(stack)), _fastest(lambda: _one_by_one(stack))) for stack in stacks  # noqa: B023
+        min(_fastest(lambda: _batched(stack)), _fastest(lambda: _one_by_one(stack)))
+        for stack in stacks  # noqa: B023
     )
     num_state_bytes = 2 * 4 * sum(matrix.num_elements for matrix in plan.matrices) // world_size
     source = torch.zeros(num_state_bytes // 4)

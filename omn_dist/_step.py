@@ -110,7 +110,7 @@ class MatrixStep:
     def prepare(self, places: Sequence[Place], directions: Sequence[Tensor], numbers: Sequence[Tensor]) -> None:
         for (matrix, segment), target, rows in zip(places, directions, numbers, strict=True):
             shard = self._shards[matrix]
-            target.copy_(muon.prepare(_gradient(shard, segment), _local(shard.momentum, segment), shard.settings))
+            muon.prepare(_gradient(shard, segment), _local(shard.momentum, segment), shard.settings, target)
             if shard.row_moment is not None:
                 rows[0].copy_(shard.row_moment.rows(segment))
 

@@ -12,7 +12,7 @@ MOMENTUM_RULES: tuple[str, ...] = get_args(MomentumRule)
 
 
 def next_momentum(gradient: Tensor, momentum: Tensor, coefficient: float, rule: MomentumRule, out: Tensor | None = None) -> Tensor:
-    """The momentum buffer after this gradient, in the dtype of ``momentum``; a new tensor, or ``out`` (``momentum`` itself).
+    """The momentum buffer after this gradient, in the dtype of ``momentum``; a new tensor, or ``out`` (which may be it).
 
     ``sum``: ``mu B + G`` (Muon as first published, OMN). ``ema``: ``B + (1 - mu)(G - B)`` (``torch.optim.Muon``).
     """
@@ -23,10 +23,13 @@ def next_momentum(gradient: Tensor, momentum: Tensor, coefficient: float, rule: 
     raise ValueError(unknown_name("momentum rule", rule, MOMENTUM_RULES))
 
 
-def direction(gradient: Tensor, updated: Tensor, coefficient: float, rule: MomentumRule, nesterov: bool) -> Tensor:
+def direction(
+    gradient: Tensor, updated: Tensor, coefficient: float, rule: MomentumRule, nesterov: bool, out: Tensor | None = None
+) -> Tensor:
     """The matrix handed to Newton-Schulz, from the gradient and the *updated* momentum.
 
-    Nesterov: ``G + mu B`` under ``sum``, ``G + mu (B - G)`` under ``ema``; without it the momentum itself.
+    Nesterov: ``G + mu B`` under ``sum``, ``G + mu (B - G)`` under ``ema``; without it the momentum itself. ``out`` may be
+    ``updated``.
     """
     if not nesterov:
         return updated
@@ -36,5 +39,5 @@ def direction(gradient: Tensor, updated: Tensor, coefficient: float, rule: Momen
             # In half precision the vector body and the scalar tail of this kernel round differently, so that a shard would
             # not have the bits of the whole.
             return gradient.float().add(updated.float(), alpha=coefficient).to(updated.dtype)
-        return gradient.add(updated, alpha=coefficient)
-    return gradient.lerp(updated, coefficient)
+        return torch.add(gradient, updated, alpha=coefficient, out=out)
+    return torch.lerp(gradient, updated, coefficient, out=out)

@@ -12,6 +12,9 @@ from omn_dist.algorithms.newton_schulz import Recipe, orthogonalize
 from omn_dist.algorithms.scale import ScaleMode, adjusted_lr
 
 
+_BLOCK_ELEMENTS = 32768
+
+
 @dataclass(frozen=True, kw_only=True)
 class UpdateSettings:
     """What one group says of the shard-local parts of a step."""
@@ -34,10 +37,21 @@ class MuonSettings(UpdateSettings):
     stable_rank_floor: float | None = None
 
 
-def prepare(gradient: Tensor, momentum: Tensor, settings: UpdateSettings) -> Tensor:
-    """Gradient and momentum of a shard (any shape, elementwise) to its direction. Nothing is changed."""
-    updated = next_momentum(gradient, momentum, settings.momentum, settings.momentum_rule)
-    return direction(gradient, updated, settings.momentum, settings.momentum_rule, settings.nesterov)
+def prepare(gradient: Tensor, momentum: Tensor, settings: UpdateSettings, out: Tensor) -> None:
+    """Gradient and momentum of a rectangle ``[rows, columns]`` to its direction, written to ``out`` in the wire dtype.
+
+    Elementwise; gradient and momentum are not changed. On CPU it goes in blocks that stay in a core's cache (measured with 6
+    million elements: half the time of whole passes).
+    """
+    num_rows, num_columns = momentum.shape
+    block = max(1, _BLOCK_ELEMENTS // max(1, num_columns)) if momentum.device.type == "cpu" else max(1, num_rows)
+    scratch = torch.empty((min(block, num_rows), num_columns), dtype=momentum.dtype, device=momentum.device)
+    for gradients, momenta, target in zip(
+        torch.split(gradient, block), torch.split(momentum, block), torch.split(out, block), strict=True
+    ):
+        part = scratch[: len(momenta)]
+        updated = next_momentum(gradients, momenta, settings.momentum, settings.momentum_rule, out=part)
+        target.copy_(direction(gradients, updated, settings.momentum, settings.momentum_rule, settings.nesterov, out=part))
 
 
 def transform(directions: Tensor, settings: MuonSettings, *, deterministic: bool) -> Tensor | Sequence[Tensor]:
