@@ -26,7 +26,7 @@ def spectral_norm(matrices: Tensor) -> Tensor:
 
 
 def capped(updates: Tensor, cap: float) -> Tensor:
-    """``U min(1, cap / sigma)`` with sigma the estimated largest singular value of each of ``[..., rows, columns]``; a new tensor."""
+    """``U min(1, cap / sigma)``, sigma the estimated largest singular value of each of ``[..., rows, columns]``; a new tensor."""
     sigma = spectral_norm(updates).clamp(min=1e-30)
     return updates * (cap / sigma).clamp(max=1.0).to(updates.dtype)[..., None, None]
 

@@ -111,7 +111,9 @@ def test_updates_point_along_their_direction_at_every_scale(name: str, dtype: st
     for scale in (1e-20, 1e30):
         # A power of ten rounds the direction itself, by a relative 2^-9 where it is cast to bf16. cans feels that most (its
         # first steps are the steepest): 3.9 %, the others stay under 3 %.
-        assert float((orthogonalize(noise * scale, recipe) - reference).norm() / reference.norm()) < (0.05 if name == "cans" else 0.03)
+        assert float((orthogonalize(noise * scale, recipe) - reference).norm() / reference.norm()) < (
+            0.05 if name == "cans" else 0.03
+        )
     assert not orthogonalize(torch.zeros(3, 5), recipe).any()
     assert not orthogonalize(torch.zeros(2, 5, 3), recipe).any()
 
