@@ -1,6 +1,7 @@
 """DualOptimizer: the thin shell that joins groups, plan, pipeline and update rules into a ``torch.optim.Optimizer``."""
 
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, overload
 
@@ -134,6 +135,7 @@ class DualOptimizer(torch.optim.Optimizer):
             raise
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
             self._allocate_state(name, parameter, group)
+        _warn_of_half_precision(group)
         if self._domains is not None:
             self._domains = self._build_domains()
 
@@ -294,6 +296,21 @@ class DualOptimizer(torch.optim.Optimizer):
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if parameter.is_cuda else "cpu")
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
+
+
+def _warn_of_half_precision(group: Mapping[str, Any]) -> None:
+    half = [
+        (name, parameter.dtype)
+        for name, parameter in zip(group["param_names"], group["params"], strict=True)
+        if parameter.dtype.itemsize < 4
+    ]
+    if half:
+        name, dtype = half[0]
+        warnings.warn(
+            f"{len(half)} parameters on {group['algorithm']} such as {name} are {dtype}: a step or a decay of less than about "
+            f"{torch.finfo(dtype).eps / 2:.1g} of a weight rounds away; keep parameters in float32 and cast in forward",
+            stacklevel=4,
+        )
 
 
 def _difference(number: int, field: str, saved: Any, built: Any) -> str:

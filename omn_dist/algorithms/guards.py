@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-POWER_ITERATIONS = 12
-"""Pairs of products. On gaussian updates after five quintic steps the estimate is at least 0.98 of the norm, never more."""
+POWER_ITERATIONS = 24
+"""Pairs of matrix-vector products. On gaussians and on what five quintic steps make of them, to 512 x 2048, the estimate was 0.963
+to 1.000 of the norm, never more."""
 
 
 def spectral_norm(matrices: Tensor) -> Tensor:
