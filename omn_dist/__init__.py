@@ -4,6 +4,7 @@ from omn_dist.algorithms.newton_schulz import orthogonalize
 from omn_dist.optimizer import DualOptimizer
 from omn_dist.plan.ownership import Plan, plan_ownership
 from omn_dist.presets import PRESETS, Preset
+from omn_dist.qk_clip import QKClip
 from omn_dist.roles.groups import build_parameter_groups
 
 __version__ = "0.1.0"
@@ -13,6 +14,7 @@ __all__ = [
     "DualOptimizer",
     "Plan",
     "Preset",
+    "QKClip",
     "build_parameter_groups",
     "orthogonalize",
     "plan_ownership",

@@ -323,16 +323,18 @@ class DualOptimizer(torch.optim.Optimizer):
                 "put it on adamw or a vector on vector, or give muon_shape for a stack of matrices"
             )
 
-    def _warn_of_half_precision(self, group: dict[str, Any]) -> None:
+    def _warn_of_half_precision(self, group: Mapping[str, Any]) -> None:
         half = [
-            name
+            (name, parameter.dtype)
             for name, parameter in zip(group["param_names"], group["params"], strict=True)
-            if parameter.dtype in (torch.bfloat16, torch.float16)
+            if parameter.dtype.itemsize < 4
         ]
         if half and not self._master_weights:
+            name, dtype = half[0]
             warnings.warn(
-                f"{len(half)} parameters like {half[0]} are in half precision: steps and decay below its resolution are lost; "
-                "keep them in fp32 (with a bf16 forward), or pass master_weights=True",
+                f"{len(half)} parameters on {group['algorithm']} such as {name} are {dtype}: a step or a decay of less than about "
+                f"{torch.finfo(dtype).eps / 2:.1g} of a weight rounds away; keep parameters in float32 and cast in forward, or "
+                "pass master_weights=True",
                 stacklevel=4,
             )
 
@@ -346,7 +348,7 @@ class DualOptimizer(torch.optim.Optimizer):
         if state:
             return
         source = parameter.detach()
-        if self._master_weights and source.dtype in (torch.bfloat16, torch.float16):
+        if self._master_weights and source.dtype.itemsize < 4:
             source = state["master"] = source.float()
         view = View.from_group(group) if group["algorithm"] in MATRIX_ALGORITHMS else None
         if group["algorithm"] == "normuon":

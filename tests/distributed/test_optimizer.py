@@ -203,7 +203,7 @@ def test_state_dict_round_trip_is_bitwise() -> None:
     _assert_same(_snapshot(optimizer), _snapshot(other))
 
 
-@pytest.mark.filterwarnings("ignore:.*in half precision")
+@pytest.mark.filterwarnings("ignore:.*rounds away")
 def test_loading_keeps_the_saved_dtype() -> None:
     optimizer = _optimizer(dtype=torch.bfloat16)
     saved = optimizer.state_dict()
@@ -225,7 +225,7 @@ def test_loading_another_grouping_names_the_parameter() -> None:
         optimizer.load_state_dict(saved)
 
 
-@pytest.mark.filterwarnings("ignore:.*in half precision")
+@pytest.mark.filterwarnings("ignore:.*rounds away")
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("rule", ["sum", "ema"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -257,9 +257,9 @@ def test_zero_gradients_stay_finite_and_unmoved() -> None:
     _assert_same({name: before[name] for name in "abcde"}, {name: after[name] for name in "abcde"})
 
 
-@pytest.mark.filterwarnings("ignore:.*in half precision")
+@pytest.mark.filterwarnings("ignore:.*rounds away")
 def test_half_precision_weights_lose_small_steps_unless_there_is_a_master() -> None:
-    with pytest.warns(UserWarning, match="3 parameters like a are in half precision"):
+    with pytest.warns(UserWarning, match="3 parameters on muon such as a are torch.bfloat16"):
         rounded = _optimizer(dtype=torch.bfloat16, lr=1e-6, weight_decay=1e-3)
     kept = _optimizer(dtype=torch.bfloat16, lr=1e-6, weight_decay=1e-3, master_weights=True)
     exact = _optimizer(lr=1e-6, weight_decay=1e-3)
@@ -289,7 +289,7 @@ def test_several_dtypes_in_one_group() -> None:
         for tensor, dtype in zip(whole_tensors(SHAPES, 0), (torch.float32, torch.bfloat16, torch.float64), strict=True)
     ]
     parameters = [nn.Parameter(tensor.clone()) for tensor in tensors]
-    with pytest.warns(UserWarning, match="half precision"):
+    with pytest.warns(UserWarning, match="rounds away"):
         together = DualOptimizer([{"params": parameters, "algorithm": "muon"}])
     apart = [nn.Parameter(tensor.clone()) for tensor in tensors]
     for parameter, twin, gradient in zip(parameters, apart, whole_tensors(SHAPES, 1), strict=True):
