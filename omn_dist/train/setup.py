@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from omn_dist import DualOptimizer, build_parameter_groups
@@ -66,7 +67,7 @@ def build_model(config: RunConfig, device: torch.device) -> OMN:
     return model
 
 
-def build_groups(config: RunConfig, model: OMN) -> list[dict[str, Any]]:
+def build_groups(config: RunConfig, model: nn.Module) -> list[dict[str, Any]]:
     """Parameter groups of a model on any device, with the decay that each of them really gets.
 
     The preset decides the decay of matrices; ``optimizer.weight_decay`` is that of the AdamW parameters that decay. Not
