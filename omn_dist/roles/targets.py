@@ -147,8 +147,8 @@ def _small_config(name: str) -> Any:
     default = hf_config(name, {})
     sizes = {field: size for field, size in _SMALL.items() if hasattr(default, field)}
     if "qk_rope_head_dim" in sizes and "head_dim" in sizes:
-        # Latent attention calls the rotary part of a head by this name, too.
-        sizes["head_dim"] = sizes["qk_rope_head_dim"]
+        # Latent attention calls the rotary part of a head by this name, and has a key in every head.
+        sizes["head_dim"], sizes["num_key_value_heads"] = sizes["qk_rope_head_dim"], sizes["num_attention_heads"]
     # Some types tie sizes together that no list can know. On the meta device width costs nothing, so few layers will do.
     for chosen in (sizes, {field: size for field, size in sizes.items() if field.endswith("layers")}):
         try:
