@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from typing_extensions import override
 
 from omn_dist.algorithms.newton_schulz import recipe_by_name
-from omn_dist.models import OMN
+from omn_dist.models import OMN, HuggingFaceConfig, LanguageModel
 from omn_dist.plan import plan_ownership
 from omn_dist.presets import resolve_preset
 from omn_dist.roles import format_groups, route_parameters
@@ -156,7 +156,9 @@ def _check(config: RunConfig, world_size: int) -> int:
     return 0
 
 
-def _meta_model(config: RunConfig) -> OMN:
+def _meta_model(config: RunConfig) -> LanguageModel:
+    if isinstance(config.model, HuggingFaceConfig):
+        return config.model.build(torch.device("meta"))
     with torch.device("meta"):
         return OMN(config.model)
 
