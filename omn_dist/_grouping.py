@@ -61,6 +61,12 @@ def row_lr(group: Mapping[str, Any]) -> float:
     return float(group["adamw_lr"]) * (1.0 if lr == base or base == 0 else lr / base)
 
 
+def set_row_lr(group: dict[str, Any], lr: float) -> None:
+    """Set the rate of the rows for the ``lr`` that the group has now; nothing in a group without such rows."""
+    if ROW_LR_BASE in group:
+        group["adamw_lr"], group[ROW_LR_BASE] = lr, float(group["lr"])
+
+
 def group_description(group: Mapping[str, Any]) -> dict[str, Any]:
     """What decides the meaning of the state of a group's parameters, apart from names and shapes; JSON-able."""
     view = View.from_group(group) if group["algorithm"] in MATRIX_ALGORITHMS else None

@@ -17,10 +17,12 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from typing_extensions import override
 
 from omn_dist.algorithms.newton_schulz import recipe_by_name
-from omn_dist.models import OMN
+from omn_dist.models import OMN, HuggingFaceConfig, LanguageModel
 from omn_dist.plan import plan_ownership
 from omn_dist.presets import resolve_preset
-from omn_dist.roles import format_groups
+from omn_dist.roles import format_groups, route_parameters
+from omn_dist.roles.report import draw_routes, format_all, format_routes, json_lines
+from omn_dist.roles.targets import is_model_target, meta_model
 from omn_dist.settings import SettingsError
 from omn_dist.train.config import RunConfig, load_config
 from omn_dist.train.data import prepare
@@ -92,7 +94,18 @@ def _parser() -> argparse.ArgumentParser:
     command = with_config("train", _train, "train; under torchrun on all of its ranks, else in this process")
     command.add_argument("--check", action="store_true", help="check everything that a run needs, start nothing")
     command.add_argument("--ranks", type=int, metavar="N", help="ranks to check for (default: those of the launcher, or 1)")
-    with_config("routes", _routes, "which algorithm each parameter gets, with counts; builds no weights")
+    text = "which role, algorithm and view each parameter of a model gets, with counts; builds no weights"
+    command = commands.add_parser("routes", help=text, description=text)
+    command.add_argument(
+        "config",
+        metavar="MODEL",
+        help="YAML file of a run, hf:<model_type> (a small model of that Hugging Face type), a config.json, or module:function",
+    )
+    command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of the YAML file, such as model.num_layers=2")
+    command.add_argument("--all", action="store_true", help="every parameter with the reason of its route")
+    command.add_argument("--json", action="store_true", help="one JSON object a parameter instead of tables")
+    command.add_argument("--picture", metavar="FILE", help="also draw the elements of each role into a .png or .svg")
+    command.set_defaults(run=_routes)
     command = with_config("plan", _plan, "owners' load and traffic over numbers of ranks; builds no weights")
     command.add_argument("--ranks", default="2,8", metavar="N,N,...", help="numbers of ranks (default 2,8)")
 
@@ -143,21 +156,52 @@ def _check(config: RunConfig, world_size: int) -> int:
     return 0
 
 
-def _meta_model(config: RunConfig) -> OMN:
+def _meta_model(config: RunConfig) -> LanguageModel:
+    if isinstance(config.model, HuggingFaceConfig):
+        return config.model.build(torch.device("meta"))
     with torch.device("meta"):
         return OMN(config.model)
 
 
 def _routes(parsed: argparse.Namespace) -> int:
-    config = load_config(parsed.config, parsed.overrides)
-    model = _meta_model(config)
+    picture = None if parsed.picture is None else Path(parsed.picture)
+    if picture is not None and picture.suffix.lower() not in (".png", ".svg"):
+        raise SettingsError(f"--picture: found {parsed.picture!r}, expected a file name that ends in .png or .svg")
+    config = None
+    if is_model_target(parsed.config):
+        if parsed.overrides:
+            raise SettingsError(f"{parsed.overrides[0]!r}: expected no overrides, which belong to the YAML file of a run")
+        model: torch.nn.Module = meta_model(parsed.config)
+    else:
+        config = load_config(parsed.config, parsed.overrides)
+        model = _meta_model(config)
+    try:
+        routes = route_parameters(model)
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
+    for route in routes:
+        if route.role in ("fused", "stack"):
+            print(f"warning: {route.name} is on AdamW: {route.reason}", file=sys.stderr)
+    if parsed.json:
+        print("\n".join(json_lines(routes)))
+    else:
+        if parsed.all:
+            print(format_all(routes), end="\n\n")
+        print(format_routes(routes))
+        if config is not None:
+            _print_groups(config, model)
+    if picture is not None and not draw_routes(routes, picture):
+        raise SettingsError("--picture: matplotlib is not installed; pip install 'omn-dist[plots]'")
+    return 0
+
+
+def _print_groups(config: RunConfig, model: torch.nn.Module) -> None:
     groups = build_groups(config, model)
-    print(format_groups(groups, model))
+    print(f"\n{format_groups(groups, model)}")
     print(f"unique parameters: {sum(parameter.numel() for parameter in model.parameters()):,}")
     print(f"state_dict entries: {len(model.state_dict())}")
     decaying = [name for group in groups if group["weight_decay"] > 0 for name in group["param_names"]]
     print(f"weight decay: configured {config.optimizer.weight_decay:g}, in effect on {len(decaying)} tensors")
-    return 0
 
 
 def _plan(parsed: argparse.Namespace) -> int:

@@ -74,6 +74,10 @@ def convert(hint: Any, value: Any, *, path: str) -> Any:
     if hint is Any:
         return value
     if origin in (typing.Union, types.UnionType):
+        kinds = [option for option in parameters if dataclasses.is_dataclass(option)]
+        if kinds and isinstance(value, Mapping):
+            # The kind that knows most of the keys says what is wrong with the others.
+            return convert(max(kinds, key=lambda kind: len(kind.__dataclass_fields__.keys() & value.keys())), value, path=path)
         for option in parameters:
             try:
                 return convert(option, value, path=path)

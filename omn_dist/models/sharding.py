@@ -1,20 +1,25 @@
-"""FSDP2 wrapping of OMN: one group of parameters a block, and the rest at the root."""
+"""FSDP2 wrapping: one group of parameters a block, and the rest at the root."""
+
+from typing import TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from omn_dist.models.huggingface import HuggingFaceModel
 from omn_dist.models.omn import OMN
 from omn_dist.settings import SettingsError
 
+Model = TypeVar("Model", OMN, HuggingFaceModel)
+
 
 def shard_model(
-    model: OMN,
+    model: Model,
     mesh: DeviceMesh,
     *,
     reshard_after_forward: bool = True,
     mixed_precision: MixedPrecisionPolicy | None = None,
-) -> OMN:
+) -> Model:
     """Shard ``model`` in place with ``fully_shard`` over ``mesh`` and return it. All ranks of the mesh must call.
 
     Embedding, head and final norm form the root group, so the tied head shares the gathered embedding. The root group
@@ -40,7 +45,8 @@ def shard_model(
         )
     policy = MixedPrecisionPolicy() if mixed_precision is None else mixed_precision
     block: nn.Module
-    for block in model.layers:
+    blocks = model.layers if isinstance(model, OMN) else model.blocks
+    for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     return model

@@ -143,6 +143,20 @@ class View:
                 found.append(Block(".".join(parts), algorithm, runs))
         return tuple(found) if len(found) > 1 else (found[0]._replace(label=""),)
 
+    def __str__(self) -> str:
+        """One short line: ``(4, 48, 64) q 16, k 16, v 16; axes 0 joined; transposed``."""
+        text = f"({', '.join(map(str, self.shape))})"
+        if self.split_sizes:
+            names = self.split_names or tuple("" for _ in self.split_sizes)
+            algorithms = self.split_algorithms or tuple("muon" for _ in self.split_sizes)
+            text += " " + ", ".join(
+                f"{name} {size}".strip() + (" on AdamW" if algorithm == "adamw" else "")
+                for name, size, algorithm in zip(names, self.split_sizes, algorithms, strict=True)
+            )
+        if self.joined_axes:
+            text += f"; axes {', '.join(map(str, self.joined_axes))} joined"
+        return text + ("; transposed" if self.transposed else "")
+
     @property
     def has_adamw_rows(self) -> bool:
         """Whether some rows are no matrix."""

@@ -4,7 +4,7 @@ import contextlib
 import importlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +126,9 @@ def hf_model(config: Any, device: str = "meta") -> nn.Module:
         if names:
             model: nn.Module = getattr(transformers, names[0])._from_config(config)
             return model
-        for name in _AUTO_CLASSES:
+        # A model of two halves has a class for its second half alone, too.
+        two_halves = bool(getattr(config, "is_encoder_decoder", False))
+        for name in sorted(_AUTO_CLASSES, key=lambda name: two_halves and "Seq2Seq" not in name):
             automatic = getattr(transformers, name)
             if type(config) in automatic._model_mapping:
                 model = automatic.from_config(config)
@@ -144,6 +146,9 @@ def _small_config(name: str) -> Any:
         name = getattr(transformers, name).model_type
     default = hf_config(name, {})
     sizes = {field: size for field, size in _SMALL.items() if hasattr(default, field)}
+    if "qk_rope_head_dim" in sizes and "head_dim" in sizes:
+        # Latent attention calls the rotary part of a head by this name, and has a key in every head.
+        sizes["head_dim"], sizes["num_key_value_heads"] = sizes["qk_rope_head_dim"], sizes["num_attention_heads"]
     # Some types tie sizes together that no list can know. On the meta device width costs nothing, so few layers will do.
     for chosen in (sizes, {field: size for field, size in sizes.items() if field.endswith("layers")}):
         try:
@@ -193,11 +198,16 @@ def _transformers() -> Any:
 
 
 @contextlib.contextmanager
-def _one_line(what: str) -> Any:
-    """Whatever the library says about values that it cannot use, as one line."""
+def _one_line(what: str) -> Iterator[None]:
+    """Whatever the library says about values that it cannot use, as one line; what it only remarks on, not at all."""
+    remarks = _transformers().utils.logging
+    verbosity = remarks.get_verbosity()
+    remarks.set_verbosity_error()
     try:
         yield
     except SettingsError:
         raise
     except Exception as error:
         raise SettingsError(f"{what}: {' '.join(str(error).split()) or type(error).__name__}") from None
+    finally:
+        remarks.set_verbosity(verbosity)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import yaml
 
-from omn_dist.models import OMNConfig
+from omn_dist.models import HuggingFaceConfig, OMNConfig
 from omn_dist.presets import resolve_preset
 from omn_dist.settings import SettingsError, from_mapping
 from omn_dist.train.data import DataConfig
@@ -126,8 +126,8 @@ class RunConfig:
 
     run_folder: str
     """Folder of this run: record, metrics, checkpoints, loss curve."""
-    model: OMNConfig
-    """Sizes of the transformer."""
+    model: OMNConfig | HuggingFaceConfig
+    """Sizes of the OMN transformer, or ``huggingface: <type>`` with fields of its configuration."""
     data: DataConfig
     """Where the tokens come from."""
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)

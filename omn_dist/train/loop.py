@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from omn_dist._grouping import set_row_lr
 from omn_dist.settings import SettingsError
 from omn_dist.train.checkpointing import save_checkpoint
 from omn_dist.train.config import RunConfig, to_mapping
@@ -112,6 +113,7 @@ class _Trainer:
         tokens = clock.accepted_tokens + config.tokens_per_window
         for group, peak in zip(run.optimizer.param_groups, run.peaks, strict=True):
             group["lr"] = learning_rate(config.schedule, peak, tokens)
+            set_row_lr(group, learning_rate(config.schedule, run.optimizer.preset.adamw_lr, tokens))
         stepping = time.perf_counter()
         run.optimizer.step()
         self._wait_for_device()

@@ -5,14 +5,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from omn_dist.models import OMN
+from omn_dist.models import LanguageModel
 from omn_dist.train.config import RunConfig
 from omn_dist.train.data import BatchSource, rank_share
 from omn_dist.train.precision import forward_context
 from omn_dist.train.ranks import Ranks
 
 
-def accumulate_window(model: OMN, source: BatchSource, config: RunConfig, ranks: Ranks, window: int) -> Tensor:
+def accumulate_window(model: LanguageModel, source: BatchSource, config: RunConfig, ranks: Ranks, window: int) -> Tensor:
     """Forward and backward over all micro-batches of a window; gradients of the mean loss end in the sharded ``grad``.
 
     Every sequence has the same number of targets, so the mean of the micro-batches' means is the mean over tokens;
@@ -38,7 +38,7 @@ def accumulate_window(model: OMN, source: BatchSource, config: RunConfig, ranks:
 
 
 @torch.no_grad()
-def validation_loss(model: OMN, source: BatchSource, config: RunConfig, ranks: Ranks) -> float:
+def validation_loss(model: LanguageModel, source: BatchSource, config: RunConfig, ranks: Ranks) -> float:
     """Mean loss over the first ``validation_batches`` global batches of ``source``. Collective; the same on all ranks."""
     global_batch, micro_batch = config.batch.global_batch, config.batch.sequences_per_pass(ranks.world_size)
     start, count = rank_share(global_batch, ranks.rank, ranks.world_size)
@@ -57,7 +57,7 @@ def validation_loss(model: OMN, source: BatchSource, config: RunConfig, ranks: R
     return float(total.item() / passes)
 
 
-def _loss(model: OMN, source: BatchSource, config: RunConfig, ranks: Ranks, first: int) -> Tensor:
+def _loss(model: LanguageModel, source: BatchSource, config: RunConfig, ranks: Ranks, first: int) -> Tensor:
     tokens, targets = source.read(first, config.batch.sequences_per_pass(ranks.world_size))
     if ranks.device.type == "cuda":
         tokens, targets = (batch.pin_memory().to(ranks.device, non_blocking=True) for batch in (tokens, targets))
@@ -66,6 +66,6 @@ def _loss(model: OMN, source: BatchSource, config: RunConfig, ranks: Ranks, firs
     return loss
 
 
-def _fsdp(model: OMN) -> FSDPModule:
+def _fsdp(model: LanguageModel) -> FSDPModule:
     assert isinstance(model, FSDPModule), "build_model shards the model"
     return model

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from omn_dist import DualOptimizer, build_parameter_groups
-from omn_dist.models import OMN, shard_model
+from omn_dist.models import OMN, HuggingFaceConfig, LanguageModel, shard_model
+from omn_dist.models.huggingface import initialized
 from omn_dist.presets import resolve_preset
 from omn_dist.roles import format_groups
 from omn_dist.train.checkpointing import load_checkpoint
@@ -36,7 +38,7 @@ class Run:
     """The run folder."""
     checks: Preflight
     """Opened data and the checkpoint to continue from."""
-    model: OMN
+    model: LanguageModel
     """Sharded over all ranks."""
     optimizer: DualOptimizer
     groups: tuple[GroupView, ...]
@@ -55,18 +57,21 @@ class Run:
         return self.checks.resume is None
 
 
-def build_model(config: RunConfig, device: torch.device) -> OMN:
+def build_model(config: RunConfig, device: torch.device) -> LanguageModel:
     """The model on ``device``, sharded over all ranks, its weights a function of the seed alone. All ranks must call."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+    if isinstance(config.model, HuggingFaceConfig):
+        whole = initialized(config.model, config.seed).to(device)
+        return shard_model(whole, mesh, reshard_after_forward=config.reshard_after_forward)
     with torch.device("meta"):
         model = OMN(config.model)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
     shard_model(model, mesh, reshard_after_forward=config.reshard_after_forward)
     model.to_empty(device=device)
     model.initialize_weights(config.seed)
     return model
 
 
-def build_groups(config: RunConfig, model: OMN) -> list[dict[str, Any]]:
+def build_groups(config: RunConfig, model: nn.Module) -> list[dict[str, Any]]:
     """Parameter groups of a model on any device, with the decay that each of them really gets.
 
     The preset decides the decay of matrices; ``optimizer.weight_decay`` is that of the AdamW parameters that decay. Not
@@ -80,7 +85,7 @@ def build_groups(config: RunConfig, model: OMN) -> list[dict[str, Any]]:
     return groups
 
 
-def build_optimizer(config: RunConfig, model: OMN) -> DualOptimizer:
+def build_optimizer(config: RunConfig, model: LanguageModel) -> DualOptimizer:
     """The dual optimizer of a model. All ranks must call: they compare their plans."""
     settings = config.optimizer
     options: dict[str, Any] = dict(settings.overrides) | {"transport": settings.transport}

@@ -3,7 +3,7 @@
 import copy
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -12,10 +12,12 @@ from ranks import run_ranks
 from references import OMNReference, set_gradient, whole, whole_tensors
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from omn_dist import DualOptimizer
+from omn_dist import DualOptimizer, build_parameter_groups
+from omn_dist.roles import declare_view
 from omn_dist.settings import SettingsError
 
 NUM_STEPS = 3
@@ -201,6 +203,86 @@ def test_the_comparison_sees_a_missing_view(name: str) -> None:
         parameter.grad = whole_tensors(SHAPES, 100 + step)[index]
         optimizer.step()
     assert not torch.allclose(parameter, _reference("omn")[index], atol=1e-3)
+
+
+def _whole_experts() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    (weight,), (gradient,) = whole_tensors([(4, 8, 16)], 0), whole_tensors([(4, 8, 16)], 1)
+    parameter = nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))
+    optimizer = DualOptimizer([{"params": [parameter], "algorithm": "muon", "muon_shape": (4, 8, 16)}])
+    set_gradient(parameter, gradient)
+    optimizer.step()
+    assert (optimizer.num_collectives, optimizer.bytes_sent) == (0, 0)
+    (plan,) = optimizer.plans
+    assert [plan.owners[index] for index in range(4)] == [0, 0, 1, 1]
+
+
+def test_whole_experts_on_each_rank_need_no_collective() -> None:
+    run_ranks(2, _whole_experts)
+
+
+SHAPES_OF_GATED = [(3, 5, 4), (6, 4), (18, 4)]
+
+
+class Gated(nn.Module):
+    """Fused queries and gates with three heads, and a stack of experts."""
+
+    muon_views: ClassVar[dict[str, Any]] = {"experts": (3, 5, 4)}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(6, 4)
+        self.query = nn.Linear(4, 18, bias=False)
+        declare_view(
+            self.query,
+            (3, 6, 4),
+            split_sizes=(4, 2),
+            split_names=("q", "gate"),
+            split_algorithms=("muon", "adamw"),
+            joined_axes=(0,),
+        )
+        self.experts = nn.Parameter(torch.empty(3, 5, 4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        return self.query(x).square().sum() + (self.experts @ x.T).square().sum()
+
+
+def _filled(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), whole_tensors(SHAPES_OF_GATED, 5), strict=True):
+            if isinstance(parameter, DTensor):
+                value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+            parameter.copy_(value)
+
+
+def _sharded_model() -> None:
+    plain = Gated()
+    with torch.device("meta"):
+        model = Gated()
+    before = build_parameter_groups(model, weight_decay=0.1)
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    models = [plain, model]
+    optimizers = []
+    for one in models:
+        _filled(one)
+        groups = build_parameter_groups(one, weight_decay=0.1)
+        for found, expected in zip(groups, before, strict=True):
+            assert {**found, "params": None} == {**expected, "params": None}
+        optimizers.append(DualOptimizer(groups))
+    for _ in range(3):
+        for one, optimizer in zip(models, optimizers, strict=True):
+            one(torch.tensor([0, 2, 5])).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, one), other in zip(plain.named_parameters(), model.parameters(), strict=True):
+        # Gradients of the ranks are averaged, which is exact for two equal ones.
+        assert torch.equal(one, whole(other)), name
+
+
+def test_a_model_with_views_is_trained_the_same_under_fully_shard() -> None:
+    run_ranks(2, _sharded_model)
 
 
 # --- rows that AdamW updates --------------------------------------------------------------------------------------------
