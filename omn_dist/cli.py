@@ -16,12 +16,10 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 from typing_extensions import override
 
-from omn_dist.algorithms.newton_schulz import recipe_by_name
 from omn_dist.models import OMN
-from omn_dist.plan import plan_ownership
-from omn_dist.presets import resolve_preset
 from omn_dist.roles import format_groups
 from omn_dist.settings import SettingsError
+from omn_dist.studies.command import add_arguments
 from omn_dist.train.config import RunConfig, load_config
 from omn_dist.train.data import prepare
 from omn_dist.train.loop import train
@@ -93,8 +91,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--check", action="store_true", help="check everything that a run needs, start nothing")
     command.add_argument("--ranks", type=int, metavar="N", help="ranks to check for (default: those of the launcher, or 1)")
     with_config("routes", _routes, "which algorithm each parameter gets, with counts; builds no weights")
-    command = with_config("plan", _plan, "owners' load and traffic over numbers of ranks; builds no weights")
-    command.add_argument("--ranks", default="2,8", metavar="N,N,...", help="numbers of ranks (default 2,8)")
+    text = "owners, balance, traffic, memory and predicted time over numbers of ranks; builds no weights"
+    add_arguments(commands.add_parser("plan", help=text, description=text))
 
     data = commands.add_parser("data", help="prepare text for training").add_subparsers(
         title="commands", metavar="COMMAND", required=True
@@ -158,41 +156,6 @@ def _routes(parsed: argparse.Namespace) -> int:
     decaying = [name for group in groups if group["weight_decay"] > 0 for name in group["param_names"]]
     print(f"weight decay: configured {config.optimizer.weight_decay:g}, in effect on {len(decaying)} tensors")
     return 0
-
-
-def _plan(parsed: argparse.Namespace) -> int:
-    world_sizes = _numbers(parsed.ranks)
-    config = load_config(parsed.config, parsed.overrides)
-    groups = build_groups(config, _meta_model(config))
-    preset = resolve_preset(config.optimizer.preset, config.optimizer.overrides)
-    recipe = recipe_by_name(preset.newton_schulz)
-    wire = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(preset.wire, recipe.dtype)
-    options: dict[str, Any] = {} if config.optimizer.wave_bytes is None else {"wave_bytes": config.optimizer.wave_bytes}
-    print(f"{'ranks':>6}  {'waves':>6}  {'max/mean':>8}  {'GFLOP max':>10}  {'MiB sent max':>12}  hash")
-    for world_size in world_sizes:
-        plan = plan_ownership(
-            groups,
-            world_size,
-            num_steps=recipe.schedule.num_steps,
-            wire_itemsize=wire.itemsize,
-            transport=config.optimizer.transport,
-            **options,
-        )
-        print(
-            f"{world_size:>6}  {len(plan.waves):>6}  {plan.imbalance:>8.4f}  {plan.flops_by_rank.max() / 1e9:>10.1f}  "
-            f"{plan.bytes_sent_by_rank.max() / 2**20:>12.1f}  {plan.hash[:12]}"
-        )
-    return 0
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = [0]
-    if min(numbers) < 1:
-        raise SettingsError(f"--ranks: found {text!r}, expected positive numbers such as 2,8,16")
-    return numbers
 
 
 def _prepare(parsed: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ _NUM_TARGETS = 14
 # With more kinds than this, the longest-first rule has small ones enough to end close to the bound by itself.
 _MOST_KINDS = 40
 # Patterns among which ranks are made alike.
-_MOST_PATTERNS = 200_000
+_MOST_PATTERNS = 40_000
 
 
 def filled_owners(cost: Integers, world_size: int, least: int, most: int) -> Integers | None:

@@ -57,6 +57,16 @@ class Tally:
             firsts.setdefault(kind, matrix)
         self._messages = [_messages(firsts[kind], world_size, wire_itemsize) for kind in range(len(firsts))]
 
+    @property
+    def largest_round(self) -> int:
+        """Bytes of slot or stack that one matrix of the largest kind for every rank needs."""
+        needed = [0]
+        for messages in self._messages:
+            all_bytes = int(messages.of_rank.sum())
+            others = (self._world_size - 1) * messages.of_rank
+            needed += [int((others + all_bytes - messages.of_rank).max()), messages.matrix_bytes]
+        return max(needed)
+
     def traffic(self, waves: Sequence[Sequence[int]]) -> StepTraffic:
         """The bytes of each of these sets of matrices."""
         shape = (len(waves), self._world_size)

@@ -61,7 +61,7 @@ def assign_waves(
     sizes = [matrix.num_elements for matrix in matrices]
     rounds, differences = _common_rounds(queues, tally.kinds.tolist())
     # Where one matrix needs more than the budget, a quarter more on top often saves the ranks a whole wait for each other.
-    most = max(wave_bytes, tally.traffic(rounds).temporary * 5 // 4 if rounds else 0)
+    most = max(wave_bytes, tally.largest_round * 5 // 4)
     weights = _weights(differences, costs, sizes)
     sets = rounds + _fewest(lambda count: _by_share(differences, weights, count), tally, most, differences)
     # The rank that holds most of a set decides how much room the set needs.
