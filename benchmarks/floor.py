@@ -37,10 +37,7 @@ def floor_seconds(preset: str) -> dict[str, float]:
         if owner == rank
     )
     stacks = [torch.randn(count, *shape).mul_(0.01).to(dtype) for shape, count in sorted(owned.items())]
-    products = sum(
-        min(_fastest(lambda: _batched(stack)), _fastest(lambda: _one_by_one(stack)))
-        for stack in stacks  # noqa: B023
-    )
+    products = sum(min(_fastest(lambda: _batched(stack)), _fastest(lambda: _one_by_one(stack))) for stack in stacks)
     num_state_bytes = 2 * 4 * sum(matrix.num_elements for matrix in plan.matrices) // world_size
     source = torch.zeros(num_state_bytes // 4)
     target = torch.empty_like(source)
@@ -93,6 +90,7 @@ def _one_by_one(stack: torch.Tensor) -> None:
 
 
 def main() -> None:
+    """Print the terms."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--preset", choices=("omn", "torch"), default="torch")

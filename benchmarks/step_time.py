@@ -2,8 +2,8 @@
 
     python benchmarks/step_time.py --ranks 2 [--rounds 7] [--json] [--only omn_dist]
 
-Others are compared where they are installed (``pip install -e .[benchmarks]``). Each row is a multiple of the floor that was measured in
-the same run (see floor.py). ``same_update`` says whether a contender computes Muon's update with five standard bf16 steps on whole
+Others are compared where they are installed (``pip install -e .[benchmarks]``). Each row is a multiple of the floor that was
+measured in the same run (see floor.py). ``same_update`` says whether a contender computes Muon's update with five standard bf16 steps on whole
 matrices; others are marked, since their time is that of another job.
 """
 
@@ -93,6 +93,7 @@ def _sharded(shape: tuple[int, int], mesh: DeviceMesh) -> nn.Parameter:
 
 
 def main() -> None:
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)

@@ -16,20 +16,17 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 from typing_extensions import override
 
-from omn_dist.algorithms.newton_schulz import recipe_by_name
-from omn_dist.models import OMN, HuggingFaceConfig, LanguageModel
-from omn_dist.plan import plan_ownership
-from omn_dist.presets import resolve_preset
 from omn_dist.roles import format_groups, route_parameters
 from omn_dist.roles.report import draw_routes, format_all, format_routes, json_lines
 from omn_dist.roles.targets import is_model_target, meta_model
 from omn_dist.settings import SettingsError
+from omn_dist.studies.command import add_arguments
 from omn_dist.train.config import RunConfig, load_config
 from omn_dist.train.data import prepare
 from omn_dist.train.loop import train
 from omn_dist.train.preflight import preflight
 from omn_dist.train.ranks import check_num_gpus, read_ranks
-from omn_dist.train.setup import build_groups
+from omn_dist.train.setup import build_groups, build_meta_model
 from omn_dist.train.window import RejectedWindowsError
 
 
@@ -106,8 +103,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true", help="one JSON object a parameter instead of tables")
     command.add_argument("--picture", metavar="FILE", help="also draw the elements of each role into a .png or .svg")
     command.set_defaults(run=_routes)
-    command = with_config("plan", _plan, "owners' load and traffic over numbers of ranks; builds no weights")
-    command.add_argument("--ranks", default="2,8", metavar="N,N,...", help="numbers of ranks (default 2,8)")
+    text = "owners, balance, traffic, memory and predicted time over numbers of ranks; builds no weights"
+    add_arguments(commands.add_parser("plan", help=text, description=text))
 
     data = commands.add_parser("data", help="prepare text for training").add_subparsers(
         title="commands", metavar="COMMAND", required=True
@@ -156,13 +153,6 @@ def _check(config: RunConfig, world_size: int) -> int:
     return 0
 
 
-def _meta_model(config: RunConfig) -> LanguageModel:
-    if isinstance(config.model, HuggingFaceConfig):
-        return config.model.build(torch.device("meta"))
-    with torch.device("meta"):
-        return OMN(config.model)
-
-
 def _routes(parsed: argparse.Namespace) -> int:
     picture = None if parsed.picture is None else Path(parsed.picture)
     if picture is not None and picture.suffix.lower() not in (".png", ".svg"):
@@ -174,7 +164,7 @@ def _routes(parsed: argparse.Namespace) -> int:
         model: torch.nn.Module = meta_model(parsed.config)
     else:
         config = load_config(parsed.config, parsed.overrides)
-        model = _meta_model(config)
+        model = build_meta_model(config)
     try:
         routes = route_parameters(model)
     except ValueError as error:
@@ -202,41 +192,6 @@ def _print_groups(config: RunConfig, model: torch.nn.Module) -> None:
     print(f"state_dict entries: {len(model.state_dict())}")
     decaying = [name for group in groups if group["weight_decay"] > 0 for name in group["param_names"]]
     print(f"weight decay: configured {config.optimizer.weight_decay:g}, in effect on {len(decaying)} tensors")
-
-
-def _plan(parsed: argparse.Namespace) -> int:
-    world_sizes = _numbers(parsed.ranks)
-    config = load_config(parsed.config, parsed.overrides)
-    groups = build_groups(config, _meta_model(config))
-    preset = resolve_preset(config.optimizer.preset, config.optimizer.overrides)
-    recipe = recipe_by_name(preset.newton_schulz)
-    wire = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(preset.wire, recipe.dtype)
-    options: dict[str, Any] = {} if config.optimizer.wave_bytes is None else {"wave_bytes": config.optimizer.wave_bytes}
-    print(f"{'ranks':>6}  {'waves':>6}  {'max/mean':>8}  {'GFLOP max':>10}  {'MiB sent max':>12}  hash")
-    for world_size in world_sizes:
-        plan = plan_ownership(
-            groups,
-            world_size,
-            num_steps=recipe.schedule.num_steps,
-            wire_itemsize=wire.itemsize,
-            transport=config.optimizer.transport,
-            **options,
-        )
-        print(
-            f"{world_size:>6}  {len(plan.waves):>6}  {plan.imbalance:>8.4f}  {plan.flops_by_rank.max() / 1e9:>10.1f}  "
-            f"{plan.bytes_sent_by_rank.max() / 2**20:>12.1f}  {plan.hash[:12]}"
-        )
-    return 0
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = [0]
-    if min(numbers) < 1:
-        raise SettingsError(f"--ranks: found {text!r}, expected positive numbers such as 2,8,16")
-    return numbers
 
 
 def _prepare(parsed: argparse.Namespace) -> int:

@@ -11,7 +11,6 @@ from omn_dist.algorithms.momentum import MomentumRule, direction, next_momentum
 from omn_dist.algorithms.newton_schulz import Recipe, orthogonalize
 from omn_dist.algorithms.scale import ScaleMode, adjusted_lr
 
-
 _BLOCK_ELEMENTS = 32768
 
 

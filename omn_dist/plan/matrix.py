@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from omn_dist.algorithms.newton_schulz import Recipe
 from omn_dist.algorithms.row_numbers import NO_NUMBERS, NUMBER_BYTES, ROW_NUMBERS, RowNumbers
-from omn_dist.plan.cost import CostForm, cost_form, newton_schulz_flops
+from omn_dist.plan.cost import Form, cost_form, newton_schulz_flops
 from omn_dist.plan.layout import Held, Layout, Piece, Segment, held, intersect
 
 FLAG_BYTES = 4
@@ -32,7 +32,7 @@ class Matrix:
     """Newton-Schulz iterations, for the cost."""
     transposed: bool = False
     """Whether the operator is the transpose of what is stored (inputs in rows, as in GPT-2's Conv1D)."""
-    form: CostForm = "standard"
+    form: Form = "standard"
     """Form of Newton-Schulz, for the cost."""
     row_numbers: RowNumbers = NO_NUMBERS
     """Numbers of its algorithm that ride on its messages."""
@@ -104,22 +104,34 @@ class Matrix:
 
         Only the owner's own copy of the parameter is gathered.
         """
-        held = self.held
-        elements = np.where(held.replica == held.replica[owner], held.elements, 0)
-        return _message_bytes(elements, self.row_numbers.to_owner * self._rows_held, owner, wire_itemsize)
+        copy = self.held.replica
+        message: NDArray[np.int64] = np.where(copy == copy[owner], self.gather_messages(wire_itemsize), 0)
+        message[owner] = 0
+        return message
 
     def scatter_bytes(self, owner: int, wire_itemsize: int) -> NDArray[np.int64]:
         """``[world_size]``: bytes that the owner sends back to each rank, of all copies."""
-        numbers = self.row_numbers.to_shards * self._rows_held + self.row_numbers.scalars
-        return _message_bytes(self.held.elements, numbers, owner, wire_itemsize)
+        message = self.scatter_messages(wire_itemsize)
+        message[owner] = 0
+        return message
+
+    def gather_messages(self, wire_itemsize: int) -> NDArray[np.int64]:
+        """``[world_size]``: bytes of the message about each rank's part on its way to an owner elsewhere."""
+        return self._messages(self.row_numbers.to_owner * self._rows_held, wire_itemsize)
+
+    def scatter_messages(self, wire_itemsize: int) -> NDArray[np.int64]:
+        """``[world_size]``: bytes of the message about each rank's part on its way back."""
+        return self._messages(self.row_numbers.to_shards * self._rows_held + self.row_numbers.scalars, wire_itemsize)
+
+    def stack_bytes(self, wire_itemsize: int) -> int:
+        """Bytes of the whole matrix at its owner, with its row numbers."""
+        return self.num_elements * wire_itemsize + self.stack_number_bytes
 
     @property
     def _rows_held(self) -> NDArray[np.int64]:
         return self.held.columns if self.transposed else self.held.rows
 
-
-def _message_bytes(elements: NDArray[np.int64], numbers: NDArray[np.int64], owner: int, wire_itemsize: int) -> NDArray[np.int64]:
-    payload = -(-elements * wire_itemsize // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT
-    message: NDArray[np.int64] = np.where(elements > 0, payload + FLAG_BYTES + NUMBER_BYTES * numbers, 0)
-    message[owner] = 0
-    return message
+    def _messages(self, numbers: NDArray[np.int64], wire_itemsize: int) -> NDArray[np.int64]:
+        elements = self.held.elements
+        payload = -(-elements * wire_itemsize // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT
+        return np.where(elements > 0, payload + FLAG_BYTES + NUMBER_BYTES * numbers, 0)

@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 
 from omn_dist.algorithms.coefficients import QUINTIC
+from omn_dist.plan.bounds import Bound, makespan_bound
 from omn_dist.plan.layout import SHARD_ROWS, Layout
 from omn_dist.plan.matrix import Matrix
-from omn_dist.plan.owners import assign_owners
-from omn_dist.plan.traffic import Counts, Transport, bytes_sent, message_bytes, wave_traffic
+from omn_dist.plan.strategies import Strategy, owners_by
+from omn_dist.plan.tally import StepTraffic, Tally
+from omn_dist.plan.traffic import Counts, Transport, bytes_sent, message_bytes
 from omn_dist.plan.views import View, matrices_of
-from omn_dist.plan.waves import assign_waves
+from omn_dist.plan.waves import assign_waves, lockstep_makespan
 
 DEFAULT_WAVE_BYTES = 64 * 2**20
 """Byte budget of one slot, and of the stack: two large fp32 matrices of a 1.5B model."""
@@ -83,20 +85,32 @@ class Plan:
         return float(self.flops_by_rank.max()) / mean if mean else 1.0
 
     @cached_property
+    def bound(self) -> Bound:
+        """No assignment of whole matrices gives the busiest rank fewer FLOPs; proven, see ``plan.bounds``."""
+        return makespan_bound([matrix.flops for matrix in self.matrices], self.world_size)
+
+    @property
+    def gap(self) -> float:
+        """What the busiest rank has above the bound, as a fraction of it: 0 where the owners are proven best."""
+        return float(self.flops_by_rank.max()) / self.bound.value - 1 if self.bound.value else 0.0
+
+    @cached_property
     def wave_imbalance(self) -> float:
         """Sum over waves of the slowest rank's FLOPs, over the mean load: what ranks in lockstep would take."""
-        slowest = 0
-        for wave in self.waves:
-            flops = np.zeros(self.world_size, dtype=np.int64)
-            for index in wave:
-                flops[self.owners[index]] += self.matrices[index].flops
-            slowest += int(flops.max())
+        flops = [matrix.flops for matrix in self.matrices]
         mean = float(self.flops_by_rank.mean())
-        return slowest / mean if mean else 1.0
+        return lockstep_makespan(self.waves, self.owners, flops, self.world_size) / mean if mean else 1.0
+
+    @cached_property
+    def _traffic(self) -> StepTraffic:
+        return Tally(self.matrices, self.owners, self.world_size, self.wire_itemsize).traffic(self.waves)
 
     @cached_property
     def bytes_sent_by_rank(self) -> Counts:
         """``[world_size]``: bytes that each rank sends to other ranks in one step."""
+        if self.transport == "all_to_all":
+            sent: Counts = (self._traffic.gather_sent + self._traffic.scatter_sent).sum(axis=0)
+            return sent
         total = np.zeros(self.world_size, dtype=np.int64)
         for wave in self.waves:
             total += bytes_sent(self.matrices, self.owners, wave, self.world_size, self.wire_itemsize, self.transport)
@@ -108,11 +122,8 @@ class Plan:
 
         Nothing does where matrices lie whole at their owners; the collective is then left out on all ranks alike.
         """
-        found = []
-        for wave in self.waves:
-            traffic = wave_traffic(self.matrices, self.owners, wave, self.world_size, self.wire_itemsize)
-            found.append((bool(traffic.gather_sent.any()), bool(traffic.scatter_sent.any())))
-        return tuple(found)
+        gathers, scatters = self._traffic.gather_sent.any(axis=1), self._traffic.scatter_sent.any(axis=1)
+        return tuple(zip(gathers.tolist(), scatters.tolist(), strict=True))
 
     @cached_property
     def num_collectives(self) -> int:
@@ -128,12 +139,11 @@ class Plan:
     @cached_property
     def temporary_bytes(self) -> int:
         """Bytes of the two slots and the stack on the rank that needs most; without the second transport's own buffers."""
-        most = np.zeros((5, self.world_size), dtype=np.int64)
-        for wave in self.waves:
-            traffic = wave_traffic(self.matrices, self.owners, wave, self.world_size, self.wire_itemsize)
-            sides = (traffic.gather_sent, traffic.gather_received, traffic.scatter_sent, traffic.scatter_received)
-            most = np.maximum(most, np.stack((*sides, traffic.stack)))
-        return int(most.sum(axis=0).max(initial=0))
+        if not self.waves:
+            return 0
+        moved = self._traffic
+        buffers = (moved.gather_sent, moved.gather_received, moved.scatter_sent, moved.scatter_received, moved.stack)
+        return int(sum(buffer.max(axis=0) for buffer in buffers).max())
 
     def summary(self) -> dict[str, Any]:
         """The plan in numbers, for a run record; only JSON types."""
@@ -148,6 +158,8 @@ class Plan:
             "wire_itemsize": self.wire_itemsize,
             "flops_by_rank": self.flops_by_rank.tolist(),
             "imbalance": self.imbalance,
+            "bound": self.bound.value,
+            "gap": self.gap,
             "wave_imbalance": self.wave_imbalance,
             "num_collectives": self.num_collectives,
             "bytes_sent_by_rank": self.bytes_sent_by_rank.tolist(),
@@ -158,7 +170,8 @@ class Plan:
         return (
             f"plan {self.hash[:12]}: {len(self.matrices)} matrices on {self.world_size} ranks in {len(self.waves)} waves; "
             f"{self.flops_by_rank.sum() / 1e9:.3f} GFLOP a step, imbalance {self.imbalance:.4f} "
-            f"(wave by wave {self.wave_imbalance:.4f}); at most {self.bytes_sent_by_rank.max(initial=0) / 2**20:.2f} MiB "
+            f"({self.gap:.2%} above the bound, wave by wave {self.wave_imbalance:.4f}); at most "
+            f"{self.bytes_sent_by_rank.max(initial=0) / 2**20:.2f} MiB "
             f"sent and {self.temporary_bytes / 2**20:.2f} MiB of temporaries a rank"
         )
 
@@ -171,8 +184,9 @@ def plan_matrices(
     wire_itemsize: int = 4,
     transport: Transport = "all_to_all",
     owners: Sequence[int] | None = None,
+    strategy: Strategy = "flops",
 ) -> Plan:
-    """The plan of these matrices; ``owners`` (one a matrix, in the given order) replaces the planner's own choice.
+    """The plan of these matrices; ``owners`` (one a matrix, in the given order) replaces the choice by ``strategy``.
 
     Pure, and the same for every order of ``matrices``. Raises ``ValueError`` for impossible numbers or names that are not unique.
     """
@@ -191,8 +205,12 @@ def plan_matrices(
     for matrix in chosen:
         if matrix.layout.world_size != world_size:
             raise ValueError(f"matrix {matrix.name}: on {matrix.layout.world_size} ranks, expected {world_size} like its plan")
-    assigned = assign_owners(chosen, world_size) if owners is None else tuple(owners[index] for index in order)
-    waves = assign_waves(chosen, assigned, world_size, wave_bytes, wire_itemsize)
+    flops = [matrix.flops for matrix in chosen]
+    given = None if owners is None else [tuple(owners[index] for index in order)]
+    proposals = given or owners_by(strategy, chosen, world_size, flops)
+    found = [(assigned, assign_waves(chosen, assigned, world_size, wave_bytes, wire_itemsize, flops)) for assigned in proposals]
+    # Of assignments that are about as even, the one that makes ranks wait least for each other from wave to wave.
+    assigned, waves = min(found, key=lambda plan: lockstep_makespan(plan[1], plan[0], flops, world_size))
     return Plan(world_size, chosen, assigned, waves, wire_itemsize, wave_bytes, transport)
 
 
@@ -204,6 +222,7 @@ def plan_ownership(
     wave_bytes: int = DEFAULT_WAVE_BYTES,
     wire_itemsize: int = 4,
     transport: Transport = "all_to_all",
+    strategy: Strategy = "flops",
 ) -> Plan:
     """The plan for matrices sharded with FSDP2 over ``world_size`` ranks, without a process group.
 
@@ -215,6 +234,7 @@ def plan_ownership(
         wave_bytes: byte budget of one slot and of the stack, per rank.
         wire_itemsize: bytes of one element in flight: 4 for fp32, 2 for bf16.
         transport: how waves move.
+        strategy: how owners are chosen.
 
     Raises:
         ValueError: a shape that is no matrix, or impossible numbers.
@@ -229,9 +249,8 @@ def plan_ownership(
             if group["algorithm"] != "adamw":
                 view = View.from_group(group)
                 members.extend((name, p.shape, view) for name, p in zip(group["param_names"], group["params"], strict=True))
-    matrices = [
-        matrix
-        for name, shape, view in members
-        for matrix in matrices_of(name, view, Layout(tuple(shape), (world_size,), (SHARD_ROWS,)), num_steps)
-    ]
-    return plan_matrices(matrices, world_size, wave_bytes=wave_bytes, wire_itemsize=wire_itemsize, transport=transport)
+    layouts = {tuple(shape): Layout(tuple(shape), (world_size,), (SHARD_ROWS,)) for _, shape, _ in members}
+    matrices = [matrix for name, shape, view in members for matrix in matrices_of(name, view, layouts[tuple(shape)], num_steps)]
+    return plan_matrices(
+        matrices, world_size, wave_bytes=wave_bytes, wire_itemsize=wire_itemsize, transport=transport, strategy=strategy
+    )

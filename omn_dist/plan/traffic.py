@@ -53,7 +53,7 @@ def wave_traffic(
         gather_received[owner] += gathered.sum()
         scatter_sent[owner] += scattered.sum()
         scatter_received += scattered
-        stack[owner] += matrix.num_elements * wire_itemsize + matrix.stack_number_bytes
+        stack[owner] += matrix.stack_bytes(wire_itemsize)
     return WaveTraffic(gather_sent, gather_received, scatter_sent, scatter_received, stack)
 
 

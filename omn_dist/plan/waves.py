@@ -1,69 +1,153 @@
-"""Waves: which matrices are moved and worked on together, under a byte budget, with the ranks kept level."""
+"""Waves: which matrices are moved and worked on together, under a byte budget, with all ranks busy to the end of each."""
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
 
 from omn_dist.plan.matrix import Matrix
-from omn_dist.plan.traffic import wave_traffic
+from omn_dist.plan.tally import Tally
+
+Waves = list[list[int]]
+"""Indices into matrices."""
+
+
+def lockstep_makespan(waves: Sequence[Sequence[int]], owners: Sequence[int], costs: Sequence[int], world_size: int) -> int:
+    """Sum over waves of the slowest rank's cost: what a step takes when every wave waits for its last rank."""
+    owner, cost = np.asarray(owners, dtype=np.int64), np.asarray(costs, dtype=np.int64)
+    slowest = 0
+    for wave in waves:
+        indices = np.asarray(wave, dtype=np.int64)
+        loads = np.zeros(world_size, dtype=np.int64)
+        np.add.at(loads, owner[indices], cost[indices])
+        slowest += int(loads.max())
+    return slowest
 
 
 def assign_waves(
-    matrices: Sequence[Matrix], owners: Sequence[int], world_size: int, wave_bytes: int, wire_itemsize: int
+    matrices: Sequence[Matrix],
+    owners: Sequence[int],
+    world_size: int,
+    wave_bytes: int,
+    wire_itemsize: int,
+    costs: Sequence[int] | None = None,
 ) -> tuple[tuple[int, ...], ...]:
     """The matrices of each wave, as indices into ``matrices``, in the order in which they are packed.
 
-    Wave k of K holds, for every rank, the matrices by which the rank's own work first reaches the share (k + 1) / K of
-    the heaviest rank's whole work. So every wave is level, and what a rank is ahead by in one wave it does less of in the
-    next. K is the smallest number for which neither a slot (what goes out and comes in) nor the stack of whole matrices
-    needs more than ``wave_bytes`` on any rank; where a single matrix needs more, the budget is what that takes.
+    A round holds one matrix of one kind for every rank, and so is level. What ranks own beyond their common rounds is what
+    they differ by; its sums are level too, up to the imbalance of the whole step. So the differences go into one set, or into
+    as few as the budget allows, and these and the rounds are spread over the waves. The sum over waves of the slowest rank is
+    then that of the busiest rank: as if ranks never waited for each other.
+
+    The number of waves is the smallest for which neither a slot (what goes out and comes in) nor the stack of whole matrices
+    needs more than ``wave_bytes`` on any rank; where a single matrix needs more, the budget is 5/4 of what that takes.
+
+    Args:
+        matrices: on ``world_size`` ranks.
+        owners: the owner of each.
+        world_size: number of ranks.
+        wave_bytes: budget of one slot and of the stack, on each rank.
+        wire_itemsize: bytes of one element in flight.
+        costs: work of each matrix; its FLOPs when ``None``.
     """
-    queues = _queues(matrices, owners, world_size)
-    most = max((len(queue) for queue in queues), default=0)
-    if most == 0:
+    if not matrices:
         return ()
+    if costs is None:
+        costs = [matrix.flops for matrix in matrices]
+    tally = Tally(matrices, owners, world_size, wire_itemsize)
+    queues: list[list[int]] = [[] for _ in range(world_size)]
+    for index in sorted(range(len(matrices)), key=lambda index: (-costs[index], matrices[index].name)):
+        queues[owners[index]].append(index)
+    sizes = [matrix.num_elements for matrix in matrices]
+    rounds, differences = _common_rounds(queues, tally.kinds.tolist())
+    # Where one matrix needs more than the budget, a quarter more on top often saves the ranks a whole wait for each other.
+    most = max(wave_bytes, tally.largest_round * 5 // 4)
+    weights = _weights(differences, costs, sizes)
+    sets = rounds + _fewest(lambda count: _by_share(differences, weights, count), tally, most, differences)
+    # The rank that holds most of a set decides how much room the set needs.
+    room = [max(np.bincount([owners[index] for index in part], [sizes[index] for index in part])) for part in sets]
+    waves = _fewest(lambda count: _spread(sets, room, count), tally, most, [list(range(len(sets)))])
+    return tuple(tuple(sorted(wave, key=lambda index: matrices[index].name)) for wave in waves)
 
-    def needed(waves: tuple[tuple[int, ...], ...]) -> int:
-        return max(wave_traffic(matrices, owners, wave, world_size, wire_itemsize).temporary for wave in waves)
 
-    # Doubling until the budget holds, then bisection: temporaries fall with the number of waves down to the largest matrix.
+def _common_rounds(queues: Sequence[Sequence[int]], kinds: Sequence[int]) -> tuple[Waves, Waves]:
+    """Sets of one matrix of one kind for every rank, and what is left of each queue."""
+    by_kind: list[dict[int, list[int]]] = []
+    for queue in queues:
+        own: dict[int, list[int]] = {}
+        for index in queue:
+            own.setdefault(kinds[index], []).append(index)
+        by_kind.append(own)
+    rounds: Waves = []
+    num_common = {kind: min(len(own.get(kind, ())) for own in by_kind) for kind in by_kind[0]}
+    for kind, count in num_common.items():
+        rounds += [list(indices) for indices in zip(*(own.get(kind, [])[:count] for own in by_kind), strict=True)]
+    taken = {index for indices in rounds for index in indices}
+    return rounds, [[index for index in queue if index not in taken] for queue in queues]
+
+
+def _fewest(cut: Callable[[int], Waves], tally: Tally, budget: int, queues: Sequence[Sequence[int]]) -> Waves:
+    """The cut into the smallest number of waves that needs no more than ``budget`` bytes, or else as few bytes as can be.
+
+    Temporaries fall with the number of waves, down to those of the largest matrix: doubling until the budget holds, then
+    bisection.
+    """
+    most = max(map(len, queues))
+    if most == 0:
+        return []
+
+    def needed(waves: Waves) -> int:
+        return tally.traffic(waves).temporary
+
     low, high = 0, 1
-    best = _cut(matrices, queues, high)
-    while needed(best) > wave_bytes and high < most:
+    best = cut(high)
+    while needed(best) > budget and high < most:
         low, high = high, min(2 * high, most)
-        best = min(best, _cut(matrices, queues, high), key=needed)
-    if needed(best) > wave_bytes:
+        best = min(best, cut(high), key=needed)
+    if needed(best) > budget:
         return best
     while high - low > 1:
         middle = (low + high) // 2
-        waves = _cut(matrices, queues, middle)
-        if needed(waves) <= wave_bytes:
+        waves = cut(middle)
+        if needed(waves) <= budget:
             high, best = middle, waves
         else:
             low = middle
     return best
 
 
-def _queues(matrices: Sequence[Matrix], owners: Sequence[int], world_size: int) -> list[list[int]]:
-    """Each rank's matrices in working order: heavy ones first, so that all ranks work on the same shapes at one time."""
-    queues: list[list[int]] = [[] for _ in range(world_size)]
-    order = sorted(range(len(matrices)), key=lambda index: (-matrices[index].flops, matrices[index].name))
-    for index in order:
-        queues[owners[index]].append(index)
-    return queues
+def _spread(sets: Waves, room: Sequence[int], num_waves: int) -> Waves:
+    """Whole sets into waves: the one that needs most room first, each to the wave with least in it; fullest waves first."""
+    waves: Waves = [[] for _ in range(num_waves)]
+    heap = [(0, wave) for wave in range(num_waves)]
+    for part in sorted(range(len(sets)), key=lambda part: (-room[part], part)):
+        held, wave = heap[0]
+        waves[wave] += sets[part]
+        heapq.heapreplace(heap, (held + int(room[part]), wave))
+    return [waves[wave] for _, wave in sorted(heap, key=lambda entry: (-entry[0], entry[1])) if waves[wave]]
 
 
-def _cut(matrices: Sequence[Matrix], queues: Sequence[Sequence[int]], num_waves: int) -> tuple[tuple[int, ...], ...]:
-    # Half by FLOPs, half by elements: by FLOPs alone the cheap but large matrices would all fall into one last wave that no
-    # budget could hold. Integers, so that every machine cuts alike.
-    total_flops = sum(matrix.flops for matrix in matrices)
-    total_elements = sum(matrix.num_elements for matrix in matrices)
-    weights = [matrix.flops * total_elements + matrix.num_elements * total_flops for matrix in matrices]
+def _weights(queues: Sequence[Sequence[int]], costs: Sequence[int], sizes: Sequence[int]) -> dict[int, int]:
+    """Half by costs, half by elements: by costs alone the cheap but large matrices would all fall into one last part that no
+    budget could hold. Integers, so that every machine cuts alike.
+    """
+    total_cost = sum(costs[index] for queue in queues for index in queue)
+    total_size = sum(sizes[index] for queue in queues for index in queue)
+    return {index: costs[index] * total_size + sizes[index] * total_cost for queue in queues for index in queue}
+
+
+def _by_share(queues: Sequence[Sequence[int]], weights: Mapping[int, int], num_parts: int) -> Waves:
+    """Part k of K holds what takes each rank to the share (k + 1) / K of the heaviest queue.
+
+    What a rank is ahead by in one part it does less of in the next.
+    """
     heaviest = max(sum(weights[index] for index in queue) for queue in queues)
-    waves: list[list[int]] = [[] for _ in range(num_waves)]
+    parts: Waves = [[] for _ in range(num_parts)]
     for queue in queues:
         done = 0
         for index in queue:
-            # The middle of a matrix's share decides its wave.
+            # The middle of a matrix's share decides its part.
             middle = 2 * done + weights[index]
-            waves[min(middle * num_waves // (2 * heaviest) if heaviest else 0, num_waves - 1)].append(index)
+            parts[min(middle * num_parts // (2 * heaviest), num_parts - 1)].append(index)
             done += weights[index]
-    return tuple(tuple(sorted(wave, key=lambda index: matrices[index].name)) for wave in waves if wave)
+    return [part for part in parts if part]

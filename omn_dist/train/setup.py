@@ -57,6 +57,14 @@ class Run:
         return self.checks.resume is None
 
 
+def build_meta_model(config: RunConfig) -> LanguageModel:
+    """The model on the meta device: shapes and names, no memory. Not collective."""
+    if isinstance(config.model, HuggingFaceConfig):
+        return config.model.build(torch.device("meta"))
+    with torch.device("meta"):
+        return OMN(config.model)
+
+
 def build_model(config: RunConfig, device: torch.device) -> LanguageModel:
     """The model on ``device``, sharded over all ranks, its weights a function of the seed alone. All ranks must call."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))

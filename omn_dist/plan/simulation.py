@@ -1,0 +1,168 @@
+"""A step in time: what every rank does when, with the order of work of ``exchange/pipeline.py``."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omn_dist.plan.cost import Form, newton_schulz_seconds
+from omn_dist.plan.devices import Device, Topology
+from omn_dist.plan.ownership import Plan
+from omn_dist.plan.tally import Tally
+
+Seconds = NDArray[np.float64]
+Activity = Literal["prepare", "adamw", "wait", "unpack", "orthogonalize", "apply", "gather", "scatter"]
+
+# fp32 numbers read and written for one element: gradient, momentum -> direction; update, gradient, momentum, parameter -> momentum,
+# parameter; and AdamW: gradient, two moments, parameter -> two moments, parameter.
+_PREPARE_BYTES, _UNPACK_BYTES, _APPLY_BYTES, _ADAMW_BYTES = 3 * 4, 2 * 4, 6 * 4, 7 * 4
+
+
+class Event(NamedTuple):
+    """One activity of one wave on all ranks: when it starts and ends, in seconds, ``[world_size]`` each."""
+
+    activity: Activity
+    wave: int
+    start: Seconds
+    end: Seconds
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A predicted step of the optimizer, from the first direction to the last applied update."""
+
+    events: tuple[Event, ...]
+    adamw_seconds: float
+    """AdamW of all parameters, on shards of the same ranks: what a step without Muon would take."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the step on the slowest rank."""
+        return max((float(event.end.max()) for event in self.events), default=0.0)
+
+    @cached_property
+    def exposed_seconds(self) -> Seconds:
+        """``[world_size]``: seconds that each rank waits for messages or for others."""
+        total: Seconds = sum((event.end - event.start for event in self.events if event.activity == "wait"), np.zeros(1))
+        return total
+
+    def share(self, activity: Activity) -> float:
+        """Mean over ranks of the activity's seconds, as a fraction of the step."""
+        total = sum(float((event.end - event.start).mean()) for event in self.events if event.activity == activity)
+        return total / self.seconds if self.seconds else 0.0
+
+
+class _Clock:
+    """The time of every rank, and of the network that they share."""
+
+    def __init__(self, world_size: int, overlaps: bool) -> None:
+        self.now: Seconds = np.zeros(world_size)
+        self.events: list[Event] = []
+        self._network = 0.0
+        self._overlaps = overlaps
+
+    def work(self, activity: Activity, wave: int, seconds: Seconds | float) -> None:
+        start = self.now
+        self.now = start + seconds
+        self.events.append(Event(activity, wave, start, self.now))
+
+    def launch(self, activity: Activity, wave: int, seconds: float) -> float:
+        """Start a collective when all ranks are there and the last one is done; returns when it ends."""
+        start = max(float(self.now.max()), self._network)
+        self._network = start + seconds
+        begin, end = np.full_like(self.now, start), np.full_like(self.now, self._network)
+        self.events.append(Event(activity, wave, begin, end))
+        if not self._overlaps:
+            # The ranks' own cores carry the messages.
+            self.now = self.now + seconds
+        return self._network
+
+    def wait(self, wave: int, until: float) -> None:
+        start = self.now
+        self.now = np.maximum(start, until)
+        self.events.append(Event("wait", wave, start, self.now))
+
+
+def simulate(
+    plan: Plan, device: Device, topology: Topology | None = None, *, num_adamw_elements: int = 0, form: Form = "standard"
+) -> Timeline:
+    """The step of ``plan`` on these devices.
+
+    A gather is launched before the wave before it is orthogonalised, a scatter is awaited after the next wave is; collectives
+    start when the last rank has come and follow each other on one communicator.
+
+    Args:
+        plan: owners and waves.
+        device: what each rank computes with.
+        topology: the network; the device's own when ``None``.
+        num_adamw_elements: elements of parameters that take AdamW beside the first gather, over all ranks.
+        form: of the Newton-Schulz iteration.
+
+    Not collective.
+    """
+    topology = device.topology if topology is None else topology
+    world_size = plan.world_size
+    tally = Tally(plan.matrices, plan.owners, world_size, plan.wire_itemsize)
+    traffic = tally.traffic(plan.waves)
+    transform = _transform_seconds(plan, device, form)
+    memory, launch = device.memory_bytes_per_second, device.launch_seconds
+    # Without the flags, which are few.
+    sent = traffic.gather_sent / plan.wire_itemsize
+    received = traffic.gather_received / plan.wire_itemsize
+    returned = traffic.scatter_received / plan.wire_itemsize
+    owned = traffic.stack / plan.wire_itemsize
+    own = np.maximum(owned - received, 0.0)
+    parts = np.array([len(wave) for wave in plan.waves], dtype=np.float64)
+    all_elements = sum(matrix.num_elements for matrix in plan.matrices) + num_adamw_elements
+
+    def exchange(out: NDArray[np.int64], back: NDArray[np.int64]) -> float:
+        return topology.exchange_seconds(float(max(out.max(), back.max())), world_size)
+
+    clock = _Clock(world_size, device.overlaps)
+
+    def gather(wave: int) -> float:
+        clock.work("prepare", wave, sent[wave] * _PREPARE_BYTES / memory + parts[wave] * 4 * launch)
+        return clock.launch("gather", wave, exchange(traffic.gather_sent[wave], traffic.gather_received[wave]))
+
+    def apply(wave: int) -> None:
+        clock.work("apply", wave, returned[wave] * _APPLY_BYTES / memory + parts[wave] * 4 * launch)
+
+    num_waves = len(plan.waves)
+    gathered = gather(0) if num_waves else 0.0
+    clock.work("adamw", 0, num_adamw_elements / world_size * _ADAMW_BYTES / memory + 10 * launch)
+    scattered = 0.0
+    for wave in range(num_waves):
+        clock.wait(wave, gathered)
+        clock.work("unpack", wave, (owned[wave] * _UNPACK_BYTES + own[wave] * _PREPARE_BYTES) / memory)
+        if wave + 1 < num_waves:
+            gathered = gather(wave + 1)
+        clock.work("orthogonalize", wave, transform[wave])
+        if wave:
+            clock.wait(wave - 1, scattered)
+            apply(wave - 1)
+        scattered = clock.launch("scatter", wave, exchange(traffic.scatter_sent[wave], traffic.scatter_received[wave]))
+        clock.work("apply", wave, own[wave] * _APPLY_BYTES / memory)
+    if num_waves:
+        clock.wait(num_waves - 1, scattered)
+        apply(num_waves - 1)
+    return Timeline(tuple(clock.events), all_elements / world_size * _ADAMW_BYTES / memory + 10 * launch)
+
+
+def _transform_seconds(plan: Plan, device: Device, form: Form) -> Sequence[Seconds]:
+    """For each wave ``[world_size]``: seconds of the Newton-Schulz of what each rank owns."""
+    by_shape: dict[tuple[int, int, int], float] = {}
+    seconds = []
+    for matrix in plan.matrices:
+        shape = (matrix.stored_rows, matrix.stored_columns, matrix.num_steps)
+        if shape not in by_shape:
+            by_shape[shape] = newton_schulz_seconds(*shape, device, plan.wire_itemsize, form)
+        seconds.append(by_shape[shape])
+    found = []
+    for wave in plan.waves:
+        total = np.zeros(plan.world_size)
+        np.add.at(total, [plan.owners[index] for index in wave], [seconds[index] for index in wave])
+        found.append(total)
+    return found

@@ -1,0 +1,102 @@
+"""Traffic of many matrices of few kinds: what ``plan.traffic`` adds up one by one, for all waves at once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omn_dist.algorithms.row_numbers import RowNumbers
+from omn_dist.plan.layout import Layout, Piece
+from omn_dist.plan.matrix import Matrix
+
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class StepTraffic:
+    """Bytes of every wave and rank, ``[waves, world_size]`` each; the fields are those of ``plan.traffic.WaveTraffic``."""
+
+    gather_sent: Integers
+    gather_received: Integers
+    scatter_sent: Integers
+    scatter_received: Integers
+    stack: Integers
+
+    @property
+    def temporary(self) -> int:
+        """The largest of gather slot, scatter slot and stack of any wave on any rank: what the byte budget bounds."""
+        sums = (self.gather_sent + self.gather_received, self.scatter_sent + self.scatter_received, self.stack)
+        return max(int(part.max(initial=0)) for part in sums)
+
+
+@dataclass(frozen=True)
+class _Messages:
+    """What matrices of one kind move, whoever owns them; arrays are ``[world_size]``."""
+
+    gathered: Integers
+    """Bytes of the message about the shard of each rank on its way to the owner."""
+    of_copy: Integers
+    """Bytes of all those messages of the copy of the parameter that the rank belongs to."""
+    scattered: Integers
+    """Bytes of the message about the shard of each rank on its way back."""
+    copy: Integers
+    """A number for each copy."""
+    matrix_bytes: int
+
+
+class Tally:
+    """Sums for sets of matrices of one plan. Matrices of one kind lie alike on the ranks."""
+
+    def __init__(self, matrices: Sequence[Matrix], owners: Sequence[int], world_size: int, wire_itemsize: int) -> None:
+        self._owners = np.asarray(owners, dtype=np.int64)
+        self._world_size = world_size
+        numbers: dict[tuple[Layout, tuple[Piece, ...], RowNumbers, bool], int] = {}
+        kinds = [
+            numbers.setdefault((matrix.layout, matrix.region, matrix.row_numbers, matrix.transposed), len(numbers))
+            for matrix in matrices
+        ]
+        self.kinds: Integers = np.array(kinds, dtype=np.int64)
+        """The kind of each matrix, numbered by first appearance."""
+        firsts: dict[int, Matrix] = {}
+        for matrix, kind in zip(matrices, kinds, strict=True):
+            firsts.setdefault(kind, matrix)
+        self._messages = [_messages(firsts[kind], wire_itemsize) for kind in range(len(firsts))]
+
+    @property
+    def largest_round(self) -> int:
+        """Bytes of slot or stack that one matrix of the largest kind for every rank needs."""
+        needed = [0]
+        for messages in self._messages:
+            for of_rank in (messages.gathered, messages.scattered):
+                others = (self._world_size - 1) * of_rank
+                needed.append(int((others + int(of_rank.sum()) - of_rank).max()))
+            needed.append(messages.matrix_bytes)
+        return max(needed)
+
+    def traffic(self, waves: Sequence[Sequence[int]]) -> StepTraffic:
+        """The bytes of each of these sets of matrices."""
+        shape = (len(waves), self._world_size)
+        gather_sent, gather_received, scatter_sent, scatter_received, stack = np.zeros((5, *shape), dtype=np.int64)
+        indices = np.array([index for wave in waves for index in wave], dtype=np.int64)
+        wave_of = np.repeat(np.arange(len(waves)), [len(wave) for wave in waves])
+        for kind, messages in enumerate(self._messages):
+            chosen = self.kinds[indices] == kind
+            place = wave_of[chosen] * self._world_size + self._owners[indices[chosen]]
+            owned = np.bincount(place, minlength=shape[0] * shape[1]).reshape(shape).astype(np.int64)
+            per_copy = np.zeros((int(messages.copy.max()) + 1, len(waves)), dtype=np.int64)
+            np.add.at(per_copy, messages.copy, owned.T)
+            # What a rank owns of its own shard does not travel.
+            gather_sent += (per_copy[messages.copy].T - owned) * messages.gathered
+            gather_received += owned * (messages.of_copy - messages.gathered)
+            scatter_sent += owned * (messages.scattered.sum() - messages.scattered)
+            scatter_received += (owned.sum(axis=1, keepdims=True) - owned) * messages.scattered
+            stack += owned * messages.matrix_bytes
+        return StepTraffic(gather_sent, gather_received, scatter_sent, scatter_received, stack)
+
+
+def _messages(matrix: Matrix, wire_itemsize: int) -> _Messages:
+    copy = matrix.held.replica
+    gathered = matrix.gather_messages(wire_itemsize)
+    of_copy = np.bincount(copy, weights=gathered)[copy].astype(np.int64)
+    return _Messages(gathered, of_copy, matrix.scatter_messages(wire_itemsize), copy, matrix.stack_bytes(wire_itemsize))

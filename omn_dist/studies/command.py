@@ -1,0 +1,157 @@
+"""``omn-dist plan``: owners, balance, traffic, memory and predicted time of any model on any number of ranks."""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omn_dist.algorithms.newton_schulz import recipe_by_name
+from omn_dist.plan.devices import DEVICES, Device, device_by_name
+from omn_dist.plan.layout import SHARD_ROWS, Layout
+from omn_dist.plan.strategies import STRATEGIES, Strategy, strategy_by_name
+from omn_dist.plan.views import View, matrices_of
+from omn_dist.presets import Preset, resolve_preset
+from omn_dist.settings import SettingsError, from_mapping
+from omn_dist.studies.charts import charts
+from omn_dist.studies.models import MODELS, ModelShapes, load_model
+from omn_dist.studies.page import html_page
+from omn_dist.studies.study import Setting, study
+from omn_dist.studies.tables import LEGEND, format_table, to_csv
+from omn_dist.train.config import load_config
+from omn_dist.train.setup import build_groups, build_meta_model
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """The arguments of ``omn-dist plan``."""
+    command.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file of a run: its model and its optimizer")
+    command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as model.num_layers=8")
+    command.add_argument(
+        "--model", action="append", default=[], metavar="NAME", help=f"{', '.join(MODELS)}, a config.json or a list of shapes"
+    )
+    command.add_argument("--ranks", default="2,8", metavar="N,N,...", help="numbers of ranks (default 2,8)")
+    command.add_argument(
+        "--strategy", default="flops", metavar="NAME,...", help=f"how owners are chosen: {', '.join(STRATEGIES)}, or 'all' (flops)"
+    )
+    command.add_argument("--preset", default="omn", help="recipe of the optimizer, for steps and wire (omn)")
+    command.add_argument(
+        "--device", default="h100", metavar="NAME", help=f"{', '.join(DEVICES)}, or the file of a calibration (h100)"
+    )
+    command.add_argument("--ranks-per-node", type=int, metavar="N", help="instead of the device's usual number")
+    command.add_argument("--replicas", type=int, default=1, metavar="N", help="HSDP: copies of the sharded model (1)")
+    command.add_argument("--tensor", type=int, default=1, metavar="N", help="tensor parallelism under FSDP2 (1)")
+    command.add_argument("--wave-mib", type=int, metavar="N", help="budget of a slot and of the stack (64)")
+    command.add_argument("--json", action="store_true", help="rows as JSON on stdout, instead of tables")
+    command.add_argument("--csv", metavar="FILE", help="rows as CSV")
+    command.add_argument("--plot", metavar="FOLDER", help="pictures as PNG files (needs matplotlib)")
+    command.add_argument("--html", metavar="FILE", help="tables and pictures in one file (needs matplotlib)")
+    command.set_defaults(run=run)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Print what was asked for; returns the exit status."""
+    models, preset, options = _models(parsed)
+    recipe = recipe_by_name(preset.newton_schulz)
+    wire = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(preset.wire, recipe.dtype)
+    device = _device(parsed.device)
+    topology = device.topology
+    if parsed.ranks_per_node is not None:
+        topology = dataclasses.replace(topology, ranks_per_node=_positive("--ranks-per-node", parsed.ranks_per_node))
+    if parsed.wave_mib is not None:
+        options["wave_bytes"] = _positive("--wave-mib", parsed.wave_mib) * 2**20
+    setting = Setting(
+        device=device,
+        topology=topology,
+        num_steps=recipe.schedule.num_steps,
+        wire_itemsize=wire.itemsize,
+        replicas=_positive("--replicas", parsed.replicas),
+        tensor=_positive("--tensor", parsed.tensor),
+        **options,
+    )
+    rows = study(models, _numbers(parsed.ranks), _strategies(parsed.strategy), setting)
+    facts = [
+        f"device {device.name}: {device.source}",
+        f"{topology.ranks_per_node} ranks a node, {setting.num_steps} Newton-Schulz steps, {setting.wire_itemsize} bytes an "
+        f"element in flight, {setting.wave_bytes / 2**20:.0f} MiB a wave; times are predictions",
+    ]
+    if parsed.json:
+        print(json.dumps([row.as_json() for row in rows], indent=1))
+    else:
+        print(format_table(rows))
+        print("\n" + "\n".join(f"# {line}" for line in (*facts, *LEGEND.splitlines())))
+    if parsed.csv:
+        _write(Path(parsed.csv), to_csv(rows).encode())
+    if parsed.plot or parsed.html:
+        pictures = charts(rows)
+        for name, picture in pictures.items() if parsed.plot else ():
+            _write(Path(parsed.plot) / f"{name}.png", picture)
+        if parsed.html:
+            _write(Path(parsed.html), html_page(rows, pictures, facts).encode())
+    return 0
+
+
+def _models(parsed: argparse.Namespace) -> tuple[list[ModelShapes], Preset, dict[str, Any]]:
+    models = [load_model(name) for name in parsed.model]
+    if parsed.config is None:
+        if not models:
+            raise SettingsError("plan: found no model, expected the YAML file of a run or --model, such as --model omn1")
+        return models, resolve_preset(parsed.preset), {}
+    config = load_config(parsed.config, parsed.overrides)
+    groups = build_groups(config, build_meta_model(config))
+    matrices: dict[str, tuple[int, int]] = {}
+    others = 0
+    for group in groups:
+        view = None if group["algorithm"] == "adamw" else View.from_group(group)
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            if group["algorithm"] == "adamw":
+                others += parameter.numel()
+                continue
+            for matrix in matrices_of(name, view, Layout(tuple(parameter.shape), (1,), (SHARD_ROWS,)), 1):
+                matrices[matrix.name] = (matrix.num_rows, matrix.num_columns)
+            others += view.num_adamw_elements if view is not None else 0
+    own = ModelShapes(name=Path(parsed.config).stem, matrices=matrices, num_other_elements=others, source=str(parsed.config))
+    options: dict[str, Any] = {"transport": config.optimizer.transport}
+    if config.optimizer.wave_bytes is not None:
+        options["wave_bytes"] = config.optimizer.wave_bytes
+    return [own, *models], resolve_preset(config.optimizer.preset, config.optimizer.overrides), options
+
+
+def _device(text: str) -> Device:
+    path = Path(text)
+    if path.suffix != ".json":
+        return device_by_name(text)
+    try:
+        return from_mapping(Device, json.loads(path.read_text()))
+    except (OSError, ValueError) as error:
+        if isinstance(error, SettingsError):
+            raise SettingsError(f"{path}: {error}") from None
+        raise SettingsError(f"{path}: no calibration ({error}), expected a file written by benchmarks/calibrate.py") from None
+
+
+def _strategies(text: str) -> Sequence[Strategy]:
+    return STRATEGIES if text == "all" else [strategy_by_name(name) for name in text.split(",")]
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = [0]
+    if min(numbers) < 1:
+        raise SettingsError(f"--ranks: found {text!r}, expected positive numbers such as 2,8,16")
+    return numbers
+
+
+def _positive(option: str, number: int) -> int:
+    if number < 1:
+        raise SettingsError(f"{option}: found {number}, expected at least 1")
+    return number
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot be written ({error.strerror or error})") from None
