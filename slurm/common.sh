@@ -59,6 +59,7 @@ run_step() {
         # A trap interrupts wait, whose answer is then not the step's.
         interrupted=
         wait "$step"
+        # shellcheck disable=SC2034  # for the script that sources this
         status=$?
     done
     trap - TERM USR1 USR2

@@ -85,12 +85,7 @@ class Cluster:
     def __init__(self, hosts: Sequence[Host], environment: Mapping[str, str]) -> None:
         self.first, self.second = hosts
         self.folder = Path(tempfile.mkdtemp(prefix="omn_slurm_"))
-        self.environment = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("SLURM", "SBATCH", "SRUN", "MASTER_", "GLOO_"))
-        }
-        self.environment |= {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": search_path(), "OMP_NUM_THREADS": "1"}
+        self.environment = dict(environment) | {"SLURM_CONF": str(self.folder / "slurm.conf")}
         self._daemons: dict[str, subprocess.Popen[str]] = {}
 
     def __enter__(self) -> "Cluster":
