@@ -1,11 +1,11 @@
 """The first thing that a SLURM batch script runs: checks the job, and says where its machines meet and which folder it writes.
 
-``python -m omn_dist.launch.job --ranks-per-node N CONFIG [KEY=VALUE ...]`` writes
-``ADDRESS PORT FOLDER`` to its output and, for people, what it found to its messages. Exit status 2: the job cannot run, one line
-for each reason.
+``python -m omn_dist.launch.job --ranks-per-node N CONFIG [KEY=VALUE ...]`` writes ``ADDRESS PORT FOLDER`` to its output and,
+for people, what it found to its messages. Exit status 2: the job cannot run, one line for each reason.
 """
 
 import argparse
+import dataclasses
 import os
 import re
 import shutil
@@ -29,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Check and answer; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m omn_dist.launch.job", description=__doc__)
     parser.add_argument("--ranks-per-node", type=int, required=True, metavar="N")
+    parser.add_argument("--below", metavar="NAME", help="a folder in the configured run folder, to be the run folder instead")
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parsed = parser.parse_args(arguments)
@@ -39,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         address = first_address(os.environ, num_nodes)
         port = next_free_port(port_of_job(number(os.environ, "SLURM_JOB_ID")))
         config = load_config(parsed.config, parsed.overrides)
+        if parsed.below is not None:
+            config = dataclasses.replace(config, run_folder=str(Path(config.run_folder) / parsed.below))
         problems = check_address(address, resolve(address), num_nodes) + run_problems(config)
         checks = preflight(config, num_nodes * parsed.ranks_per_node)
     except SettingsError as error:

@@ -148,15 +148,15 @@ class Cluster:
         text = self.run("scontrol", "show", "job", "--oneliner", str(job))
         return dict(part.split("=", 1) for part in re.split(r"\s+(?=[A-Za-z:/_]+=)", text.strip()))
 
-    def wait(self, job: int, *states: str, seconds: float = TIMEOUT) -> dict[str, str]:
-        """Wait until the job is in one of ``states``; held back requeued jobs are released."""
+    def wait(self, job: int, *states: str, seconds: float = TIMEOUT, release: bool = True) -> dict[str, str]:
+        """Wait until the job is in one of ``states``; a requeued job may start at once if ``release``."""
         shown: dict[str, str] = {}
 
         def there() -> bool:
             shown.clear()
             shown.update(self.show(job))
-            if shown["JobState"] == "PENDING" and shown["Reason"] == "BeginTime" and "PENDING" not in states:
-                # SLURM starts a requeued job two minutes later, for clean-up that these tests have none of.
+            if release and shown["JobState"] == "PENDING" and shown["Reason"] == "BeginTime" and "PENDING" not in states:
+                # SLURM holds a requeued job back for as long as a credential lives, so that the nodes can clean up.
                 self.run("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
             return shown["JobState"] in states
 

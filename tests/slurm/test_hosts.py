@@ -52,13 +52,14 @@ def test_a_signal_to_one_host_stops_both_with_a_checkpoint_and_the_rest_is_bitwi
     pace.write_text("0.2")
     slow = {"SLOW_STEPS": str(pace), "PYTHONPATH": f"{Path(__file__).parent / 'slow'}:{Path(__file__).parents[2]}"}
     logs = tmp_path / "logs"
-    processes = start(hosts, folder, "--rendezvous", "c10d", "--log-folder", str(logs), **slow)
+    # A signal that stops only where it was chosen.
+    processes = start(hosts, folder, "stop_signals=[SIGUSR2]", "--rendezvous", "c10d", "--log-folder", str(logs), **slow)
     until(
         lambda: (metrics.exists() and metrics.read_text().count('"kind": "train"') >= 3) or processes[0].poll() is not None,
         lambda: f"no step was taken: {finish(processes)}",
     )
     # setpriv and nsenter have become the launcher itself by now.
-    processes[1].send_signal(signal.SIGUSR1)
+    processes[1].send_signal(signal.SIGUSR2)
     statuses, output = finish(processes)
     assert statuses == [75, 75], output
     (checkpoint,) = (folder / "checkpoints").iterdir()

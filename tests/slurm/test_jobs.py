@@ -122,8 +122,9 @@ def test_a_dead_node_costs_the_steps_since_the_checkpoint_and_no_more(
     assert saved >= 3
     pace.write_text("0")
     cluster.start_node(cluster.second)
-    shown = cluster.wait(job, *ENDED)
-    assert (shown["JobState"], shown["Restarts"]) == ("COMPLETED", "1"), cluster.log(job)
+    # Not released before its time: what SLURM knows of the dead node's step must be gone first.
+    shown = cluster.wait(job, *ENDED, release=False)
+    assert (shown["JobState"], shown["Restarts"]) == ("COMPLETED", "1"), f"{shown}\n{cluster.log(job)}\n{cluster.logs()}"
     assert f"at step {saved} of {STEPS}" in cluster.log(job)
     assert_bitwise(tmp_path / "run", uninterrupted, STEPS)
     assert comparable(tmp_path / "run") == comparable(uninterrupted)
@@ -135,7 +136,7 @@ def test_a_cancelled_job_saves_and_stays_cancelled(cluster: Cluster, tmp_path: P
     number = cluster.submit("--output=/dev/null", "--wrap=true") + 1
     port = port_of_job(number)
     listen = f"import socket, time; s = socket.create_server(('', {port})); print('there', flush=True); time.sleep(600)"
-    squatter = cluster.first.start("python3", "-c", listen, stdout=subprocess.PIPE)
+    squatter = cluster.first.start(sys.executable, "-c", listen, stdout=subprocess.PIPE)
     assert squatter.stdout is not None
     assert squatter.stdout.readline() == "there\n"
     try:
@@ -152,6 +153,16 @@ def test_a_cancelled_job_saves_and_stays_cancelled(cluster: Cluster, tmp_path: P
     finally:
         kill([squatter.pid])
         squatter.wait()
+
+
+def test_a_run_that_fails_by_itself_is_not_requeued(cluster: Cluster, tmp_path: Path) -> None:
+    """Every node answers, so it would fail again: the learning rate makes weights that are not finite."""
+    job = submit(cluster, tmp_path, "optimizer.overrides.lr=1e38", "batch.max_consecutive_rejected=1")
+    shown = cluster.wait(job, *ENDED)
+    log = cluster.log(job)
+    assert (shown["JobState"], shown["ExitCode"], shown["Restarts"]) == ("FAILED", "1:0", "0"), log
+    assert "omn-dist: 1 windows in a row were rejected after step" in log
+    assert "all nodes answer: the failure is the run's own, not requeued" in log
 
 
 def refused(cluster: Cluster, job: int) -> list[str]:
@@ -225,3 +236,20 @@ def test_submit_starts_the_job_that_it_prints(cluster: Cluster, tmp_path: Path) 
     assert (tmp_path / "run" / "submit.txt").read_text() == command + "\n"
     files = {path.name for path in (tmp_path / "run").iterdir()}
     assert files == {"job.yaml", "config.yaml", "submit.txt", f"slurm-{job}.log"}
+
+
+def test_an_array_task_and_a_benchmark_say_what_is_wrong_before_they_start(cluster: Cluster, tmp_path: Path) -> None:
+    """Task 2 has a configuration that four ranks cannot run: the line is its own, and so would be its folder."""
+    runs = tmp_path / "runs.txt"
+    runs.write_text("# name, overrides\none seed=1\n\ntwo batch.global_batch=3\n")
+    common = [f"--repository={REPOSITORY}", f"--environment={environment_folder()}", "--ranks-per-node=2"]
+    folder = f"run_folder={tmp_path / 'run'}"
+    jobs = [
+        cluster.submit(*options, "--nodes=2", f"--output={tmp_path}/%j.log", f"--chdir={REPOSITORY}", *script, str(MICRO), folder)
+        for options, script in (
+            (["--array=2"], [str(REPOSITORY / "slurm" / "array.sbatch"), *common, f"--list={runs}"]),
+            ([], [str(REPOSITORY / "slurm" / "benchmark.sbatch"), *common[:2], "--ranks-per-node=3"]),
+        )
+    ]
+    assert "batch.global_batch: found 3 on 4 ranks" in refused(cluster, jobs[0])[0]
+    assert "batch.global_batch: found 4 on 6 ranks" in refused(cluster, jobs[1])[0]
