@@ -3,8 +3,8 @@
     python benchmarks/step_time.py --ranks 2 [--rounds 7] [--json] [--only omn_dist]
 
 Others are compared where they are installed (``pip install -e .[benchmarks]``). Each row is a multiple of the floor that was
-measured in the same run (see floor.py). ``same_update`` says whether a contender computes Muon's update with five standard bf16 steps on whole
-matrices; others are marked, since their time is that of another job.
+measured in the same run (see floor.py). ``same_update`` says whether a contender computes Muon's update with five standard
+bf16 steps on whole matrices; others are marked, since their time is that of another job.
 """
 
 import argparse

@@ -4,7 +4,16 @@
 #   launch/train.sh                                   configs/omn_tiny.yaml
 #   launch/train.sh configs/x.yaml key=value ...      any configuration, with overrides
 #
-# RANKS=N chooses another number of ranks. Exit status 2: something in the input cannot be used; one line says what.
+# On several machines, the same command on each of them, with NODE_RANK 0, 1, ... and the address of machine 0:
+#
+#   NODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 launch/train.sh configs/x.yaml
+#
+# RANKS=N         another number of ranks on each machine
+# MASTER_PORT=N   port at which the machines meet (29400); RENDEZVOUS=static (default) or c10d: how torchrun's agents do
+# LOG_FOLDER=F    one file for the output of each rank; only rank 0 is on the screen as well
+#
+# Exit status: 0 finished, 2 something in the input cannot be used (one line says what), 75 saved because it was asked to
+# stop (the same command continues), 1 the run failed.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
@@ -34,10 +43,6 @@ fi
 ranks="${RANKS:-$((num_gpus > 0 ? num_gpus : 2))}"
 [[ "$ranks" =~ ^[1-9][0-9]*$ ]] || fail "RANKS: found '$ranks', expected a positive number"
 
-num_cores="$(getconf _NPROCESSORS_ONLN)"
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((num_cores > ranks ? num_cores / ranks : 1))}"
-
-# torchrun answers any failure with status 1 and a page of text, so the input is checked before it, in one process.
-"$ENVIRONMENT_PYTHON" -m omn_dist train "$config" "$@" --check --ranks "$ranks"
-exec "$ENVIRONMENT_PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$ranks" \
-    --signals-to-handle SIGTERM,SIGINT,SIGUSR1 -m omn_dist train "$config" "$@"
+# The launcher checks the input, starts torchrun's agent, and hands on signals and the ranks' exit status.
+exec "$ENVIRONMENT_PYTHON" -m omn_dist launch "$config" "$@" --ranks-per-node "$ranks" \
+    --rendezvous "${RENDEZVOUS:-static}" ${LOG_FOLDER:+--log-folder "$LOG_FOLDER"}

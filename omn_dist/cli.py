@@ -1,7 +1,7 @@
-"""The command line: ``omn-dist train | routes | plan | data prepare``.
+"""The command line: ``omn-dist train | launch | submit | env | routes | plan | data prepare``.
 
 Exit status: 0 done, 1 the run failed, 2 wrong input (one line on stderr says what), 75 the run saved a checkpoint
-because it was asked to stop. Under torchrun only the first rank prints, and every rank exits alike.
+because it was asked to stop. Under a launcher only the first rank prints, and every rank exits alike.
 """
 
 import argparse
@@ -16,6 +16,10 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 from typing_extensions import override
 
+from omn_dist.launch.layout import read_layout
+from omn_dist.launch.report import describe_layout, describe_machine
+from omn_dist.launch.start import enter_rank, machine_problems, start_machine
+from omn_dist.launch.submit import submit
 from omn_dist.roles import format_groups, route_parameters
 from omn_dist.roles.report import draw_routes, format_all, format_routes, json_lines
 from omn_dist.roles.targets import is_model_target, meta_model
@@ -91,6 +95,11 @@ def _parser() -> argparse.ArgumentParser:
     command = with_config("train", _train, "train; under torchrun on all of its ranks, else in this process")
     command.add_argument("--check", action="store_true", help="check everything that a run needs, start nothing")
     command.add_argument("--ranks", type=int, metavar="N", help="ranks to check for (default: those of the launcher, or 1)")
+    command = with_config("launch", _launch, "start this machine's ranks of a run; the same command on every machine")
+    command.add_argument("--ranks-per-node", type=int, default=1, metavar="N", help="ranks on each machine (1)")
+    command.add_argument("--launcher", choices=("torchrun", "srun"), default="torchrun", help="srun: this task is a rank")
+    command.add_argument("--rendezvous", choices=("static", "c10d"), default="static", help="of torchrun's agents (static)")
+    command.add_argument("--log-folder", metavar="FOLDER", help="for the output of each rank (default: none, all on screen)")
     text = "which role, algorithm and view each parameter of a model gets, with counts; builds no weights"
     command = commands.add_parser("routes", help=text, description=text)
     command.add_argument(
@@ -105,6 +114,18 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_routes)
     text = "owners, balance, traffic, memory and predicted time over numbers of ranks; builds no weights"
     add_arguments(commands.add_parser("plan", help=text, description=text))
+
+    text = "print the sbatch command of a job's YAML, and submit it"
+    command = commands.add_parser("submit", help=text, description=text)
+    command.add_argument("job", metavar="JOB", help="YAML file of the job, such as slurm/job.yaml")
+    command.add_argument("--dry-run", action="store_true", help="only print")
+    command.set_defaults(run=lambda parsed: submit(parsed.job, dry_run=parsed.dry_run))
+    text = "what this machine offers, and what a run would use of it and why"
+    command = commands.add_parser("env", help=text, description=text)
+    command.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file of a run to check this machine for")
+    command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="for the configuration")
+    command.add_argument("--ranks-per-node", type=int, default=1, metavar="N", help="ranks on each machine (1)")
+    command.set_defaults(run=_environment)
 
     data = commands.add_parser("data", help="prepare text for training").add_subparsers(
         title="commands", metavar="COMMAND", required=True
@@ -151,6 +172,29 @@ def _check(config: RunConfig, world_size: int) -> int:
     start = "a fresh start" if checks.resume is None else f"continues {checks.resume.path}"
     print(f"ready: {world_size} ranks, {config.last_step} steps, {checks.data.name}, {start}, run folder {config.run_folder}")
     return 0
+
+
+def _launch(parsed: argparse.Namespace) -> int:
+    if parsed.launcher == "torchrun":
+        return start_machine(
+            parsed.config,
+            parsed.overrides,
+            ranks_per_node=parsed.ranks_per_node,
+            rendezvous=parsed.rendezvous,
+            log_folder=None if parsed.log_folder is None else Path(parsed.log_folder),
+        )
+    status = enter_rank(parsed.config, parsed.overrides, ranks_per_node=parsed.ranks_per_node)
+    return main(["train", parsed.config, *parsed.overrides]) if status is None else status
+
+
+def _environment(parsed: argparse.Namespace) -> int:
+    layout = read_layout(os.environ, parsed.ranks_per_node)
+    config = None if parsed.config is None else load_config(parsed.config, parsed.overrides)
+    print("\n".join(describe_machine() + describe_layout(layout, None if config is None else Path(config.run_folder))))
+    problems = [] if config is None else machine_problems(config, layout)
+    for problem in problems:
+        print(f"omn-dist: {problem}", file=sys.stderr)
+    return 2 if problems else 0
 
 
 def _routes(parsed: argparse.Namespace) -> int:

@@ -122,8 +122,10 @@ class Plan:
 
         Nothing does where matrices lie whole at their owners; the collective is then left out on all ranks alike.
         """
-        gathers, scatters = self._traffic.gather_sent.any(axis=1), self._traffic.scatter_sent.any(axis=1)
-        return tuple(zip(gathers.tolist(), scatters.tolist(), strict=True))
+        return tuple(
+            (bool(gathered.any()), bool(scattered.any()))
+            for gathered, scattered in zip(self._traffic.gather_sent, self._traffic.scatter_sent, strict=True)
+        )
 
     @cached_property
     def num_collectives(self) -> int:

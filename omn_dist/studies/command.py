@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from omn_dist.algorithms.newton_schulz import recipe_by_name
+from omn_dist.algorithms.newton_schulz import group_recipe
 from omn_dist.plan.devices import DEVICES, Device, device_by_name
 from omn_dist.plan.layout import SHARD_ROWS, Layout
 from omn_dist.plan.strategies import STRATEGIES, Strategy, strategy_by_name
@@ -52,8 +52,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Print what was asked for; returns the exit status."""
     models, preset, options = _models(parsed)
-    recipe = recipe_by_name(preset.newton_schulz)
-    wire = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(preset.wire, recipe.dtype)
+    recipe = group_recipe(dataclasses.asdict(preset))
     device = _device(parsed.device)
     topology = device.topology
     if parsed.ranks_per_node is not None:
@@ -64,7 +63,7 @@ def run(parsed: argparse.Namespace) -> int:
         device=device,
         topology=topology,
         num_steps=recipe.schedule.num_steps,
-        wire_itemsize=wire.itemsize,
+        wire_itemsize={"float32": 4, "bfloat16": 2}.get(preset.wire, recipe.input_dtype.itemsize),
         replicas=_positive("--replicas", parsed.replicas),
         tensor=_positive("--tensor", parsed.tensor),
         **options,

@@ -152,6 +152,8 @@ class RunConfig:
     """Free the gathered weights of a block after its forward and gather them again in backward."""
     stop_after_steps: int | None = None
     """End the run at this step, checkpoint included, though the schedule is longer; null: run to ``total_tokens``."""
+    stop_signals: tuple[Literal["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"], ...] = ("SIGTERM", "SIGINT", "SIGUSR1")
+    """Signals after which all ranks save a checkpoint at the end of the current window and exit with status 75."""
     collective_timeout_seconds: float = 600.0
     """Longest wait for another rank before the run ends with an error."""
 
@@ -159,6 +161,7 @@ class RunConfig:
         _require(bool(self.run_folder), "run_folder", self.run_folder, "the path of a folder")
         _require(0 <= self.seed < 2**63, "seed", self.seed, "a number from 0 to 2^63 - 1")
         timeout = self.collective_timeout_seconds
+        _require(bool(self.stop_signals), "stop_signals", self.stop_signals, "at least one signal")
         _require(0 < timeout < float("inf"), "collective_timeout_seconds", timeout, "a positive number")
         if self.stop_after_steps is not None:
             _require(self.stop_after_steps >= 1, "stop_after_steps", self.stop_after_steps, "at least 1, or null")
@@ -206,7 +209,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         SettingsError: no such file, YAML that does not parse, a key given twice, an unknown or missing key, a value of
             the wrong type or out of range.
     """
-    values = _read_yaml(Path(path))
+    values = read_yaml(Path(path))
     for override in overrides:
         _apply_override(values, override)
     return from_mapping(RunConfig, values)
@@ -242,7 +245,12 @@ def _parse_yaml(text: str, source: str) -> Any:
         raise SettingsError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file; a key that is given twice is an error.
+
+    Raises:
+        SettingsError: no such file, or something else in it.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -40,15 +40,16 @@ def train(config: RunConfig, ranks: Ranks) -> int:
         SettingsError: the run cannot start; on all ranks alike.
         RejectedWindowsError: the run cannot go on; on all ranks alike.
     """
-    start_process_group(ranks, config.collective_timeout_seconds)
-    try:
-        with StopRequest() as stop:
+    # From the first moment, so that a signal during set-up is not lost, to the last, so that it ends no rank on its way out.
+    with StopRequest(config.stop_signals) as stop:
+        start_process_group(ranks, config.collective_timeout_seconds)
+        try:
             status = _Trainer(set_up(config, ranks), stop).train()
-    except (SettingsError, RejectedWindowsError):
+        except (SettingsError, RejectedWindowsError):
+            stop_process_group()
+            raise
         stop_process_group()
-        raise
-    stop_process_group()
-    return status
+        return status
 
 
 class _Trainer:

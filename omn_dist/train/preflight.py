@@ -21,7 +21,15 @@ LOSS_CURVE = "loss_curve.png"
 """Plot in a run folder."""
 
 # Keys that may differ between a run and the checkpoint it continues without a word ...
-_FREE = ("run_folder", "logging", "checkpoint", "stop_after_steps", "collective_timeout_seconds", "data.path")
+_FREE = (
+    "run_folder",
+    "logging",
+    "checkpoint",
+    "stop_after_steps",
+    "stop_signals",
+    "collective_timeout_seconds",
+    "data.path",
+)
 # ... and those that may, because they change how far or how fast the run goes, and are reported.
 _REPORTED = (
     "schedule.total_tokens",

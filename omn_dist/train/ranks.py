@@ -4,7 +4,7 @@ import dataclasses
 import datetime
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Literal, TypeVar
 
@@ -15,9 +15,6 @@ from torch._C._distributed_c10d import HashStore
 from omn_dist.settings import SettingsError
 
 T = TypeVar("T")
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""Signals after which all ranks save a checkpoint at the end of the current window and exit."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,15 +107,20 @@ def agree(check: Callable[[], T]) -> T:
 
 
 class StopRequest:
-    """Remembers that this process was asked to stop; the training loop looks at it once a window."""
+    """Remembers that this process was asked to stop; the training loop looks at it once a window.
 
-    def __init__(self) -> None:
+    Args:
+        names: of the signals that ask.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
         self.requested = False
+        self._signals = tuple(signal.Signals[name] for name in names)
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> "StopRequest":
         """Take over the stop signals."""
-        for number in STOP_SIGNALS:
+        for number in self._signals:
             self._previous[number] = signal.signal(number, self._remember)
         return self
 

@@ -1,0 +1,136 @@
+"""What must be right before a run starts, as pure functions: values in, one line for each thing that is wrong out."""
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omn_dist.launch.network import Interface, is_loopback
+
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Variables by which a person chooses the interface of a backend."""
+
+_NUM_CHECKPOINTS = 2
+
+# Floating numbers an element that a checkpoint holds: the weight and the optimizer's state.
+_COPIES_BY_ALGORITHM = {"adamw": 3}
+_OTHER_COPIES = 2
+
+# Facts that members give each other, and what it means that they differ.
+_EQUAL_FACTS = {
+    "num_nodes": "machines",
+    "ranks_per_node": "ranks per node",
+    "configuration": "configuration (SHA-256)",
+    "torch": "version of torch",
+    "omn_dist": "version of omn_dist",
+    "device": "device",
+}
+
+
+def check_address(host: str, addresses: Sequence[str], num_nodes: int) -> list[str]:
+    """The meeting point must mean the same machine to everybody.
+
+    Args:
+        host: as it was given.
+        addresses: what it resolves to on this machine.
+        num_nodes: machines of the run.
+    """
+    if not addresses:
+        return [f"MASTER_ADDR: {host!r} resolves to no address, expected the first machine's name or address; correct it"]
+    loopback = [address for address in addresses if is_loopback(address)]
+    if num_nodes > 1 and loopback:
+        return [
+            f"MASTER_ADDR: {host!r} is {loopback[0]} here, an address that every machine has for itself, expected one that "
+            f"leads to the first of {num_nodes} machines; give its address on the network that joins them"
+        ]
+    return []
+
+
+def check_interface_choice(variable: str, choice: str, interfaces: Sequence[Interface], num_nodes: int) -> list[str]:
+    """A chosen interface must be there, be up, have an address, and lead to the other machines."""
+    known = ", ".join(f"{interface.name} {interface.address or 'without address'}" for interface in interfaces) or "none"
+    lines = []
+    if choice.startswith("^"):  # NCCL: all but these
+        return []
+    for part in choice.lstrip("=").split(","):
+        prefix = variable.startswith("NCCL") and not choice.startswith("=")
+        matching = [i for i in interfaces if i.name == part or (prefix and i.name.startswith(part))]
+        if not matching:
+            lines.append(f"{variable}: found no interface {part!r}, expected one of: {known}; correct it or unset it")
+        elif not any(i.is_up and i.address for i in matching):
+            lines.append(f"{variable}: interface {part!r} is down or has no IPv4 address, expected one of: {known}")
+        elif num_nodes > 1 and all(i.is_loopback for i in matching):
+            lines.append(f"{variable}: interface {part!r} is a loopback, expected one that joins {num_nodes} machines of: {known}")
+    return lines
+
+
+def checkpoint_bytes(groups: Sequence[Mapping[str, Any]]) -> int:
+    """Bytes of one checkpoint of these parameter groups: weights, and state in the weights' dtype."""
+    return sum(
+        parameter.numel() * parameter.element_size() * _COPIES_BY_ALGORITHM.get(group["algorithm"], _OTHER_COPIES)
+        for group in groups
+        for parameter in group["params"]
+    )
+
+
+def check_disk(folder: Path, free: int, checkpoint: int) -> list[str]:
+    """While a checkpoint is written, the one before it must stay.
+
+    Args:
+        folder: of the run.
+        free: bytes left there.
+        checkpoint: bytes of one checkpoint.
+    """
+    needed = _NUM_CHECKPOINTS * checkpoint
+    if free >= needed:
+        return []
+    return [
+        f"run_folder {folder}: found {free / 2**30:.2f} GiB free, expected at least {needed / 2**30:.2f} GiB for "
+        f"{_NUM_CHECKPOINTS} checkpoints; free some, or choose another run_folder"
+    ]
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes that a user may still write to the file system on which ``folder`` is, or will be."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def check_gpus(device: str, found: int, ranks_per_node: int) -> list[str]:
+    """There must be a GPU for each rank of a machine, where the run uses GPUs."""
+    if device == "cpu" or (device == "auto" and found == 0) or found >= ranks_per_node:
+        return []
+    return [f"device: found {found} GPUs, expected {ranks_per_node}, one a rank; ask for more, or start fewer ranks a machine"]
+
+
+def compare_members(facts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What members said about themselves: everybody's own problems, and what must be equal and is not.
+
+    Args:
+        facts: by member: ``host``, ``problems``, and the facts that must be equal.
+    """
+    lines = [f"{fact['host']}: {problem}" for fact in facts for problem in fact["problems"]]
+    for name, meaning in _EQUAL_FACTS.items():
+        if len({str(fact[name]) for fact in facts}) > 1:
+            found = ", ".join(f"{fact['host']} {fact[name]}" for fact in facts)
+            lines.append(f"{meaning}: found {found}, expected the same on all machines; start all with the same command")
+    return lines
+
+
+def check_shared(folder: Path, hosts: Sequence[str], sees: Sequence[bool]) -> list[str]:
+    """Every machine must see what the first one writes into the run folder: checkpoints have a part from each rank."""
+    blind = [host for host, saw in zip(hosts, sees, strict=True) if not saw]
+    if not blind:
+        return []
+    return [
+        f"run_folder {folder}: {', '.join(blind)} does not see what {hosts[0]} writes there, expected a folder that all machines "
+        "share; choose one on the shared file system"
+    ]
+
+
+def chosen_interfaces(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The interface variables that are set."""
+    environment = os.environ if environment is None else environment
+    return {name: environment[name] for name in INTERFACE_VARIABLES if environment.get(name)}

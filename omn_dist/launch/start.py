@@ -1,0 +1,228 @@
+"""Starting the ranks of one machine: checks, a meeting with the other machines, then torchrun's agent or the rank itself."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from omn_dist import __version__
+from omn_dist.launch.agent import (
+    RELAYED_SIGNALS,
+    STOPPED,
+    WRONG_INPUT,
+    Rendezvous,
+    SignalRelay,
+    combined_status,
+    run_agent,
+    thread_limits,
+)
+from omn_dist.launch.checks import (
+    check_address,
+    check_disk,
+    check_gpus,
+    check_shared,
+    checkpoint_bytes,
+    compare_members,
+    free_bytes,
+)
+from omn_dist.launch.layout import Layout, read_layout
+from omn_dist.launch.meeting import Meeting
+from omn_dist.launch.network import list_interfaces, next_free_port, resolve
+from omn_dist.launch.report import choose_interface, interface_problems
+from omn_dist.models import OMN
+from omn_dist.settings import SettingsError
+from omn_dist.train.config import RunConfig, load_config, to_mapping
+from omn_dist.train.setup import build_groups
+
+MEETING_SECONDS = 120.0
+"""Longest wait for the other machines at the start."""
+_LEAVING_SECONDS = 20.0
+_SHARED_SECONDS = 10.0
+_NOT_COMPARED = ("run_folder",)
+
+
+def run_problems(config: RunConfig) -> list[str]:
+    """What is wrong with the place where a run would write: one line each. Builds no weights."""
+    with torch.device("meta"):
+        model = OMN(config.model)
+    folder = Path(config.run_folder)
+    return check_disk(folder, free_bytes(folder), checkpoint_bytes(build_groups(config, model)))
+
+
+def machine_problems(config: RunConfig, layout: Layout) -> list[str]:
+    """What is wrong on this machine: one line each."""
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return (
+        check_address(layout.address, resolve(layout.address), layout.num_nodes)
+        + interface_problems(layout, os.environ)
+        + check_gpus(config.device, found, layout.ranks_per_node)
+        + run_problems(config)
+    )
+
+
+def facts_of(config: RunConfig, layout: Layout, problems: Sequence[str]) -> dict[str, Any]:
+    """What this machine tells the others about itself."""
+    compared = {key: value for key, value in to_mapping(config).items() if key not in _NOT_COMPARED}
+    cuda = torch.cuda.is_available() and config.device != "cpu"
+    return {
+        "host": socket.gethostname(),
+        "problems": list(problems),
+        "num_nodes": layout.num_nodes,
+        "ranks_per_node": layout.ranks_per_node,
+        "configuration": hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).hexdigest()[:12],
+        "torch": torch.__version__,
+        "omn_dist": __version__,
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+    }
+
+
+def agree_to_start(meeting: Meeting, member: int, facts: dict[str, Any], folder: Path) -> list[str]:
+    """Compare the members and see whether they share the run folder; all get the same lines, none when all is well.
+
+    All members of the meeting must call.
+    """
+    token = folder / f".shared_{secrets.token_hex(8)}" if member == 0 else None
+    if token is not None and not facts["problems"]:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            token.touch()
+        except OSError as error:
+            facts["problems"].append(f"run_folder {folder}: cannot be written: {error.strerror}; choose another run_folder")
+    everybody = meeting.exchange(facts | {"token": None if token is None else token.name})
+    problems = compare_members(everybody)
+    if problems:
+        if token is not None:
+            token.unlink(missing_ok=True)
+        return problems
+    sees = meeting.exchange(_appears(folder / everybody[0]["token"]))
+    if token is not None:
+        token.unlink(missing_ok=True)
+    return check_shared(folder, [fact["host"] for fact in everybody], sees)
+
+
+def _appears(path: Path) -> bool:
+    """Whether ``path`` shows up; network file systems may show a new file seconds later."""
+    deadline = time.monotonic() + _SHARED_SECONDS
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def start_machine(
+    config_path: str,
+    overrides: Sequence[str],
+    *,
+    ranks_per_node: int,
+    rendezvous: Rendezvous = "static",
+    log_folder: Path | None = None,
+) -> int:
+    """Train with ``ranks_per_node`` ranks on this machine, together with the other machines that :mod:`layout` knows of.
+
+    Every machine of the run must call. Returns the exit status, the same on all machines: 0, 1, 2 or 75.
+
+    Raises:
+        SettingsError: this machine cannot take part, or the others did not come.
+    """
+    with SignalRelay() as relay:
+        config = load_config(config_path, overrides)
+        layout = read_layout(os.environ, ranks_per_node)
+        problems = machine_problems(config, layout)
+        meeting: Meeting | None = None
+        if layout.num_nodes > 1:
+            meeting = _meet(layout, layout.node_rank, layout.num_nodes, problems)
+            problems = agree_to_start(meeting, layout.node_rank, facts_of(config, layout, problems), Path(config.run_folder))
+        run_id = os.environ.get("SLURM_JOB_ID", "omn_dist")
+        if problems:
+            _report(problems, layout.node_rank)
+            status = WRONG_INPUT
+        elif relay.received:
+            status = STOPPED
+        else:
+            variables, own_address, _ = choose_interface(layout, list_interfaces(), os.environ)
+            os.environ.update(variables | thread_limits(os.environ, ranks_per_node))
+            if meeting is not None:
+                free = next_free_port(layout.port + 1) if layout.node_rank == 0 else 0
+                layout = dataclasses.replace(layout, port=meeting.exchange(free)[0])
+            status = run_agent(
+                ["-m", "omn_dist", "train", config_path, *overrides],
+                layout,
+                run_id=run_id,
+                rendezvous=rendezvous,
+                own_address=own_address or "127.0.0.1",
+                log_folder=log_folder,
+                relay=relay,
+            )
+        if meeting is not None:
+            # Machines end a moment apart, and an agent that misses the others fails though its ranks did not.
+            status = combined_status(meeting.leave(status, _LEAVING_SECONDS), asked_to_stop=False)
+        return status
+
+
+def enter_rank(config_path: str, overrides: Sequence[str], *, ranks_per_node: int) -> int | None:
+    """Make this process, which srun started, a rank: sets torch's variables and the interface.
+
+    Every task of the job step must call. Returns an exit status where the run must not start, else ``None``.
+
+    Raises:
+        SettingsError: this task cannot take part, or the others did not come.
+    """
+    for number in RELAYED_SIGNALS:
+        # Until the training loop takes stop signals, there is nothing to save.
+        signal.signal(number, _stop_at_once)
+    config = load_config(config_path, overrides)
+    layout = read_layout(os.environ, ranks_per_node, "srun")
+    rank, local_rank = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_LOCALID"])
+    problems = machine_problems(config, layout)
+    meeting = _meet(layout, rank, layout.world_size, problems)
+    problems = agree_to_start(meeting, rank, facts_of(config, layout, problems), Path(config.run_folder))
+    if problems:
+        _report(problems, rank)
+        meeting.leave(WRONG_INPUT, _LEAVING_SECONDS)
+        return WRONG_INPUT
+    port = meeting.exchange(next_free_port(layout.port + 1) if rank == 0 else 0)[0]
+    variables, _, _ = choose_interface(layout, list_interfaces(), os.environ)
+    os.environ.update(variables | thread_limits(os.environ, 1))
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(local_rank),
+        WORLD_SIZE=str(layout.world_size),
+        MASTER_ADDR=layout.address,
+        MASTER_PORT=str(port),
+    )
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    meeting.leave(0, _LEAVING_SECONDS)
+    return None
+
+
+def _meet(layout: Layout, member: int, num_members: int, problems: Sequence[str]) -> Meeting:
+    try:
+        return Meeting(layout.address, layout.port, member=member, num_members=num_members, seconds=MEETING_SECONDS)
+    except SettingsError as error:
+        if not problems:
+            raise
+        # With an address that is wrong here, the reason is known, and that nobody came is its consequence.
+        raise SettingsError(f"{socket.gethostname()}: {problems[0]}") from error
+
+
+def _report(problems: Sequence[str], member: int) -> None:
+    """Print problems that all members know; on SLURM, where all write into one log, once."""
+    if member == 0 or "SLURM_JOB_ID" not in os.environ:
+        for problem in problems:
+            print(f"omn-dist: {problem}", file=sys.stderr)
+
+
+def _stop_at_once(number: int, frame: FrameType | None) -> None:
+    os._exit(STOPPED)
