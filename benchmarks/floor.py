@@ -13,6 +13,7 @@ Three terms, added on CPU ranks, which compute and communicate on the same cores
 import argparse
 import time
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def floor_seconds(preset: str) -> dict[str, float]:
         if owner == rank
     )
     stacks = [torch.randn(count, *shape).mul_(0.01).to(dtype) for shape, count in sorted(owned.items())]
-    products = sum(min(_fastest(lambda: _batched(stack)), _fastest(lambda: _one_by_one(stack))) for stack in stacks)
+    products = sum(min(_fastest(partial(_batched, stack)), _fastest(partial(_one_by_one, stack))) for stack in stacks)
     num_state_bytes = 2 * 4 * sum(matrix.num_elements for matrix in plan.matrices) // world_size
     source = torch.zeros(num_state_bytes // 4)
     target = torch.empty_like(source)

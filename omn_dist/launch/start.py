@@ -40,10 +40,9 @@ from omn_dist.launch.layout import Layout, read_layout
 from omn_dist.launch.meeting import Meeting
 from omn_dist.launch.network import list_interfaces, next_free_port, resolve
 from omn_dist.launch.report import choose_interface, interface_problems
-from omn_dist.models import OMN
 from omn_dist.settings import SettingsError
 from omn_dist.train.config import RunConfig, load_config, to_mapping
-from omn_dist.train.setup import build_groups
+from omn_dist.train.setup import build_groups, build_meta_model
 
 MEETING_SECONDS = 120.0
 """Longest wait for the other machines at the start."""
@@ -54,10 +53,8 @@ _NOT_COMPARED = ("run_folder",)
 
 def run_problems(config: RunConfig) -> list[str]:
     """What is wrong with the place where a run would write: one line each. Builds no weights."""
-    with torch.device("meta"):
-        model = OMN(config.model)
     folder = Path(config.run_folder)
-    return check_disk(folder, free_bytes(folder), checkpoint_bytes(build_groups(config, model)))
+    return check_disk(folder, free_bytes(folder), checkpoint_bytes(build_groups(config, build_meta_model(config))))
 
 
 def machine_problems(config: RunConfig, layout: Layout) -> list[str]:
