@@ -15,11 +15,13 @@ from omn_dist import DualOptimizer
 
 NUM_STEPS = 5
 VECTOR_SHAPES = ((7,), (33, 5), (1,), (64,))
-NAMES = [f"matrix_{index}" for index in range(len(SHAPES))]
+# Each shape twice, so that there is more than one wave on four ranks.
+MATRIX_SHAPES = SHAPES * 2
+NAMES = [f"matrix_{index:02}" for index in range(len(MATRIX_SHAPES))]
 
 
 def _build(mesh: DeviceMesh | None, **options: Any) -> tuple[list[nn.Parameter], list[nn.Parameter], DualOptimizer]:
-    matrices = [sharded(tensor, mesh) for tensor in whole_tensors(SHAPES, 0)]
+    matrices = [sharded(tensor, mesh) for tensor in whole_tensors(MATRIX_SHAPES, 0)]
     vectors = [sharded(tensor, mesh) for tensor in whole_tensors(VECTOR_SHAPES, 1)]
     groups = [
         {"params": matrices, "param_names": NAMES, "algorithm": "muon", "weight_decay": 0.1},
@@ -29,12 +31,12 @@ def _build(mesh: DeviceMesh | None, **options: Any) -> tuple[list[nn.Parameter],
 
 
 def _gradients(step: int) -> tuple[list[Tensor], list[Tensor]]:
-    return whole_tensors(SHAPES, 100 + step), whole_tensors(VECTOR_SHAPES, 200 + step)
+    return whole_tensors(MATRIX_SHAPES, 100 + step), whole_tensors(VECTOR_SHAPES, 200 + step)
 
 
 def _reference(preset: str) -> list[Tensor]:
     """Weights, momentum and AdamW moments after the last step, from whole tensors in this process."""
-    matrices, vectors = whole_tensors(SHAPES, 0), whole_tensors(VECTOR_SHAPES, 1)
+    matrices, vectors = whole_tensors(MATRIX_SHAPES, 0), whole_tensors(VECTOR_SHAPES, 1)
     weights = [nn.Parameter(tensor) for tensor in matrices]
     others = [nn.Parameter(tensor) for tensor in vectors]
     betas, adamw_lr = ((0.9, 0.95), 3e-4) if preset == "omn" else ((0.9, 0.999), 1e-3)
@@ -110,7 +112,7 @@ def _replicated(preset: str) -> None:
         _assert_equal(found, expected, f"replicated, {wave_bytes}")
         (plan,) = optimizer.plans
         assert optimizer.bytes_sent == NUM_STEPS * int(plan.bytes_sent_by_rank[dist.get_rank()])
-        assert len(set(plan.owners)) == min(dist.get_world_size(), len(SHAPES))
+        assert len(set(plan.owners)) == min(dist.get_world_size(), len(MATRIX_SHAPES))
 
 
 @pytest.mark.parametrize("preset", ["torch", "omn"])

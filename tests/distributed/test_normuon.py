@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from omn_dist import DualOptimizer
 
-SHAPES = ((16, 16), (10, 7), (4, 24), (33, 8), (2, 8))
-NAMES = [f"matrix_{index}" for index in range(len(SHAPES))]
+SHAPES = ((16, 16), (10, 7), (4, 24), (33, 8), (2, 8)) * 2
+NAMES = [f"matrix_{index:02}" for index in range(len(SHAPES))]
 NUM_STEPS = 3
 FORMS = ("normuon", "normuon_code")
 
