@@ -16,7 +16,8 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 from typing_extensions import override
 
-from omn_dist.algorithms.newton_schulz import recipe_by_name
+from omn_dist._state_bytes import state_bytes_by_algorithm
+from omn_dist.algorithms.newton_schulz import group_recipe
 from omn_dist.models import OMN
 from omn_dist.plan import plan_ownership
 from omn_dist.presets import resolve_preset
@@ -155,6 +156,7 @@ def _routes(parsed: argparse.Namespace) -> int:
     print(format_groups(groups, model))
     print(f"unique parameters: {sum(parameter.numel() for parameter in model.parameters()):,}")
     print(f"state_dict entries: {len(model.state_dict())}")
+    print(_state_line(groups, resolve_preset(config.optimizer.preset, config.optimizer.overrides).algorithm))
     decaying = [name for group in groups if group["weight_decay"] > 0 for name in group["param_names"]]
     print(f"weight decay: configured {config.optimizer.weight_decay:g}, in effect on {len(decaying)} tensors")
     return 0
@@ -165,15 +167,16 @@ def _plan(parsed: argparse.Namespace) -> int:
     config = load_config(parsed.config, parsed.overrides)
     groups = build_groups(config, _meta_model(config))
     preset = resolve_preset(config.optimizer.preset, config.optimizer.overrides)
-    recipe = recipe_by_name(preset.newton_schulz)
-    wire = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(preset.wire, recipe.dtype)
+    recipe = group_recipe(vars(preset))
+    wire = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(preset.wire, recipe.input_dtype)
     options: dict[str, Any] = {} if config.optimizer.wave_bytes is None else {"wave_bytes": config.optimizer.wave_bytes}
     print(f"{'ranks':>6}  {'waves':>6}  {'max/mean':>8}  {'GFLOP max':>10}  {'MiB sent max':>12}  hash")
     for world_size in world_sizes:
         plan = plan_ownership(
             groups,
             world_size,
-            num_steps=recipe.schedule.num_steps,
+            algorithm=preset.algorithm,
+            recipe=recipe,
             wire_itemsize=wire.itemsize,
             transport=config.optimizer.transport,
             **options,
@@ -182,7 +185,14 @@ def _plan(parsed: argparse.Namespace) -> int:
             f"{world_size:>6}  {len(plan.waves):>6}  {plan.imbalance:>8.4f}  {plan.flops_by_rank.max() / 1e9:>10.1f}  "
             f"{plan.bytes_sent_by_rank.max() / 2**20:>12.1f}  {plan.hash[:12]}"
         )
+    print(_state_line(groups, preset.algorithm))
     return 0
+
+
+def _state_line(groups: Sequence[dict[str, Any]], matrix_algorithm: str) -> str:
+    by_algorithm = state_bytes_by_algorithm(groups, matrix_algorithm)
+    parts = ", ".join(f"{algorithm} {count:,}" for algorithm, count in by_algorithm.items())
+    return f"optimizer state bytes, all ranks together: {sum(by_algorithm.values()):,} ({parts})"
 
 
 def _numbers(text: str) -> list[int]:

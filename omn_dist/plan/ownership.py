@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from omn_dist.algorithms.coefficients import QUINTIC
+from omn_dist.algorithms.newton_schulz import Recipe, build_recipe
 from omn_dist.plan.layout import SHARD_ROWS, Layout
 from omn_dist.plan.matrix import Matrix
 from omn_dist.plan.owners import assign_owners
@@ -179,6 +180,8 @@ def plan_ownership(
     wave_bytes: int = DEFAULT_WAVE_BYTES,
     wire_itemsize: int = 4,
     transport: Transport = "all_to_all",
+    algorithm: str = "muon",
+    recipe: Recipe | None = None,
 ) -> Plan:
     """The plan for matrices sharded with FSDP2 over ``world_size`` ranks, without a process group.
 
@@ -190,6 +193,8 @@ def plan_ownership(
         wave_bytes: byte budget of one slot and of the stack, per rank.
         wire_itemsize: bytes of one element in flight: 4 for fp32, 2 for bf16.
         transport: how waves move.
+        algorithm: ``"muon"`` or ``"normuon"``, whose row numbers add to the bytes.
+        recipe: Newton-Schulz recipe, for the cost of its schedule and form; instead of ``num_steps``.
 
     Raises:
         ValueError: a shape that is no matrix, or impossible numbers.
@@ -207,5 +212,9 @@ def plan_ownership(
     for name, shape in by_name.items():
         if len(shape) != 2:
             raise ValueError(f"matrix {name}: found shape {shape}, expected (rows, columns)")
-    matrices = [Matrix.whole(name, Layout(shape, (world_size,), (SHARD_ROWS,)), num_steps) for name, shape in by_name.items()]
+    recipe = build_recipe("omn", "quintic", num_steps) if recipe is None else recipe
+    matrices = [
+        Matrix.whole(name, Layout(shape, (world_size,), (SHARD_ROWS,)), num_steps).worked_by(algorithm, recipe)
+        for name, shape in by_name.items()
+    ]
     return plan_matrices(matrices, world_size, wave_bytes=wave_bytes, wire_itemsize=wire_itemsize, transport=transport)

@@ -28,7 +28,7 @@ def format_groups(groups: Sequence[Mapping[str, Any]], model: nn.Module | None =
         shown = names if len(names) <= 2 else [names[0], "...", names[-1]]
         lines.append(
             (
-                {"muon": "Muon", "adamw": "AdamW"}.get(group["algorithm"], group["algorithm"]),
+                {"muon": "Muon", "normuon": "NorMuon", "adamw": "AdamW"}.get(group["algorithm"], group["algorithm"]),
                 f"{group['weight_decay']:g}",
                 "-" if lr is None else f"{float(lr):g}",
                 f"{len(names):,}",

@@ -54,8 +54,10 @@ def test_routes_of_omn_1(capsys: pytest.CaptureFixture[str]) -> None:
 def test_plan_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(CONFIGS / "omn1_193b.yaml"), "--ranks", "2,8"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [row[0] for row in rows] == ["ranks", "2", "8"]
-    for row in rows[1:]:
+    assert [row[0] for row in rows] == ["ranks", "2", "8", "optimizer"]
+    # fp32: momentum of 1,240,465,408 elements, two moments of 262,734,848, and 86 step counters.
+    assert " ".join(rows[3]).endswith("7,063,740,760 (muon 4,961,861,632, adamw 2,101,879,128)")
+    for row in rows[1:3]:
         assert 1.0 <= float(row[2]) <= 1.005
 
 
