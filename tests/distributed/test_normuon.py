@@ -9,10 +9,12 @@ from ranks import run_ranks
 from recipe_references import normuon
 from references import set_gradient, whole
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from omn_dist import DualOptimizer
+from omn_dist import DualOptimizer, build_parameter_groups
 
 SHAPES = ((16, 16), (10, 7), (4, 24), (33, 8), (2, 8))
 NAMES = [f"matrix_{index}" for index in range(len(SHAPES))]
@@ -159,6 +161,29 @@ def _state_layout() -> None:
 
 def test_the_row_moment_is_sharded_like_the_rows() -> None:
     run_ranks(4, _state_layout)
+
+
+def _state_dict_helpers() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+    fully_shard(model, mesh=mesh)
+    first, second = (DualOptimizer(build_parameter_groups(model), preset="normuon") for _ in range(2))
+    model(torch.ones(2, 8)).square().sum().backward()
+    first.step()
+    set_optimizer_state_dict(model, second, get_optimizer_state_dict(model, first))
+    moments = 0
+    for parameter in model.parameters():
+        for key, value in first.state[parameter].items():
+            other = second.state[parameter][key]
+            assert torch.equal(whole(value), whole(other)), key
+            moments += key == "row_moment"
+            assert getattr(value, "placements", None) == getattr(other, "placements", None)
+    assert moments == 2
+
+
+def test_the_row_moment_goes_through_state_dicts() -> None:
+    run_ranks(2, _state_dict_helpers)
 
 
 def test_groups_on_muon_take_the_algorithm_of_the_preset() -> None:
