@@ -1,5 +1,6 @@
 """NorMuon: the same bits for every world size and every split, with no collective beyond the two of a wave."""
 
+import unittest.mock
 from typing import Any
 
 import pytest
@@ -14,7 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from omn_dist import DualOptimizer, build_parameter_groups
+from omn_dist import DualOptimizer, _domains, build_parameter_groups
+from omn_dist._row_moment import RowMoment, row_moment_like, row_moment_shape
+from omn_dist.algorithms.newton_schulz import group_recipe
+from omn_dist.plan.layout import Layout, Piece, Segment
+from omn_dist.plan.matrix import Matrix
 
 SHAPES = ((16, 16), (10, 7), (4, 24), (33, 8), (2, 8))
 NAMES = [f"matrix_{index}" for index in range(len(SHAPES))]
@@ -73,6 +78,60 @@ def _every_split(preset: str) -> None:
 @pytest.mark.parametrize("preset", FORMS)
 def test_normuon_is_bitwise_one_process(world_size: int, preset: str) -> None:
     run_ranks(world_size, _every_split, preset)
+
+
+def _row_blocks(name: str, layout: Layout, group: dict[str, Any]) -> list[Matrix]:
+    """Three matrices, one below the other, in one parameter."""
+    recipe, first, found = group_recipe(group), 0, []
+    for number, num_rows in enumerate((8, 7, layout.num_rows - 15)):
+        region = (Piece(first, 0, num_rows, layout.num_columns, 0, 0),)
+        matrix = Matrix(f"{name}[{number}]", name, num_rows, layout.num_columns, region, layout, 5)
+        found.append(matrix.worked_by("normuon", recipe))
+        first += num_rows
+    return found
+
+
+def _split_matrices() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, *gradients = (torch.randn(20, 12, generator=generator) * 10.0 ** -torch.arange(20)[:, None] for _ in range(3))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def run(start: Tensor | DTensor, split: bool) -> list[Tensor]:
+        with unittest.mock.patch.object(_domains, "_worked", _row_blocks if split else _domains._worked):
+            parameter = nn.Parameter(start.clone())
+            optimizer = DualOptimizer([{"params": [parameter], "algorithm": "muon"}], preset="normuon", wave_bytes=1)
+            for gradient in gradients:
+                rows = slice(None) if split else slice(*bounds)
+                set_gradient(parameter, gradient[rows])
+                optimizer.step()
+        return [whole(tensor) for tensor in (parameter, optimizer.state[parameter]["row_moment"])]
+
+    whole_runs = []
+    for bounds in ((0, 8), (8, 15), (15, 20)):
+        whole_runs.append(run(weight[slice(*bounds)], split=False))
+    for placements in ([Shard(0)], [Shard(1)]):
+        found = run(distribute_tensor(weight, mesh, placements), split=True)
+        for one, other in zip(found, (torch.cat(parts) for parts in zip(*whole_runs, strict=True)), strict=True):
+            assert torch.equal(one, other), f"{placements}: differs by {(one - other).abs().max()}"
+
+
+def test_split_matrices_are_bitwise_matrices_of_their_own() -> None:
+    run_ranks(3, _split_matrices)
+
+
+def test_rows_of_transposed_and_stacked_operators() -> None:
+    stack = nn.Parameter(torch.arange(2 * 3 * 4.0).view(2, 3, 4))
+    for group, shape, segment, expected in (
+        ({"muon_transposed": True}, [2, 1, 4], Segment(3, 2, 3, 1, 0, 0), [5.0, 6.0]),
+        ({}, [2, 3, 1], Segment(2, 4, 3, 0, 0, 0), [3.0, 4.0]),
+        ({"muon_shape": (2, 12)}, [2, 1, 1], Segment(1, 4, 4, 0, 0, 0), [1.0]),
+    ):
+        moment = row_moment_like("a", stack, group)
+        assert list(moment.shape) == row_moment_shape(stack, group) == shape
+        moment.view(-1).copy_(torch.arange(moment.numel()))
+        rows = RowMoment.of_state(stack, {"row_moment": moment}, group)
+        assert rows is not None
+        assert rows.rows(segment).tolist() == expected
 
 
 def _counted() -> int:
