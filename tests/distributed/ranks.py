@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import pickle
 import sys
 import tempfile
 import time
@@ -64,6 +65,12 @@ def _collect(pipes: list[Connection], seconds: float) -> list[Any]:
     return [results[rank] for rank in range(len(pipes))]
 
 
+def _send(pipe: Connection, answer: tuple[bool, Any]) -> None:
+    # Plain pickle: that of multiprocessing would send tensors as handles into the memory of this process, which may end before
+    # the other side has opened them.
+    pipe.send_bytes(pickle.dumps(answer))
+
+
 def _rank_main(
     rank: int, world_size: int, store: Path, pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
@@ -77,10 +84,10 @@ def _rank_main(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
         )
         value = function(*arguments)
-        pipe.send((False, value))
+        _send(pipe, (False, value))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:
-        pipe.send((True, traceback.format_exc()))
+        _send(pipe, (True, traceback.format_exc()))
         sys.stdout.flush()
         os._exit(1)

@@ -4,7 +4,6 @@ import math
 import warnings
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
@@ -287,9 +286,8 @@ def _vectors(sharded: bool) -> list[Tensor]:
     return [whole(parameter), whole(matrix), whole(optimizer.state[parameter]["momentum_buffer"])]
 
 
-def _vectors_on_ranks() -> list[Any]:
-    # Arrays, since tensors would travel as handles into the memory of a process that ends.
-    return [tensor.numpy() for tensor in _vectors(sharded=True)]
+def _vectors_on_ranks() -> list[Tensor]:
+    return _vectors(sharded=True)
 
 
 def test_vectors_move_by_segments_with_their_own_scale_and_decay() -> None:
@@ -308,7 +306,7 @@ def test_vectors_move_by_segments_with_their_own_scale_and_decay() -> None:
 def test_vectors_are_bitwise_one_process() -> None:
     expected = _vectors(sharded=False)
     for found in run_ranks(3, _vectors_on_ranks):
-        assert all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize(
