@@ -17,8 +17,9 @@ from omn_dist.exchange.transport import all_gather_single
 from omn_dist.plan.layout import Layout, Piece
 from omn_dist.plan.matrix import Matrix
 from omn_dist.plan.ownership import Plan, plan_matrices
-from omn_dist.plan.placement import placed
+from omn_dist.plan.placement import Copies, placed
 from omn_dist.plan.traffic import Transport
+from omn_dist.plan.views import View, matrices_of
 
 Member = tuple[Tensor, dict[str, Any]]
 """A parameter and its group."""
@@ -73,6 +74,7 @@ def build_domains(
     transport: Transport,
     shared: SharedGroups,
     owners: Mapping[str, int],
+    copies: Copies,
 ) -> list[Domain]:
     """The domains of the matrix groups. Collective over each domain's ranks, which compare their plans.
 
@@ -83,16 +85,20 @@ def build_domains(
     replicas = tuple(dist.get_process_group_ranks(shared.replicas)) if shared.replicas is not None else ()
     by_ranks: dict[tuple[int, ...], tuple[list[Matrix], dict[str, Member]]] = {}
     for group in groups:
+        view = View.from_group(group)
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
-            place = placed(name, parameter, replicas)
+            place = placed(name, parameter, replicas, copies)
             matrices, members = by_ranks.setdefault(place.ranks, ([], {}))
             if name in members:
                 raise ValueError(f"parameter {name}: two parameters of this name, expected unique param_names")
-            matrices.extend(_worked(name, place.layout, group))
+            matrices.extend(_worked(name, view, place.layout, group))
             members[name] = (parameter, group)
-    unknown = sorted(set(owners) - {name for _, members in by_ranks.values() for name in members})
+    unknown = sorted(set(owners) - {matrix.name for matrices, _ in by_ranks.values() for matrix in matrices})
     if unknown:
-        raise ValueError(f"owners: {unknown[0]!r} is no matrix of this optimizer, expected names of Muon parameters")
+        raise ValueError(
+            f"owners: {unknown[0]!r} is no matrix of this optimizer, expected names of Muon parameters, with the part in brackets "
+            "where a view splits one"
+        )
     dtype = _wire_dtype(wire, groups)
     # In one order on all ranks, those with most to do first, so that AdamW runs beside their first gather.
     return [
@@ -157,11 +163,12 @@ def compare_plans(plan: Plan, group: dist.ProcessGroup, device: torch.device) ->
         )
 
 
-def _worked(name: str, layout: Layout, group: Mapping[str, Any]) -> list[Matrix]:
-    """What is moved and worked on of one parameter: its matrix, or the segments of a vector."""
+def _worked(name: str, view: View | None, layout: Layout, group: Mapping[str, Any]) -> list[Matrix]:
+    """What is moved and worked on of one parameter: its matrices, or the segments of a vector."""
     if group["algorithm"] != "vector":
         recipe = group_recipe(group)
-        return [Matrix.whole(name, layout, recipe.schedule.num_steps).worked_by(group["algorithm"], recipe)]
+        matrices = matrices_of(name, view, layout, recipe.schedule.num_steps)
+        return [matrix.worked_by(group["algorithm"], recipe) for matrix in matrices]
     segments = vector_segments(name, layout.num_columns, group["segments"])
     return [
         Matrix(

@@ -7,23 +7,32 @@ from typing import Any
 from torch import Tensor
 
 from omn_dist._row_moment import row_moment_shape
+from omn_dist.algorithms.row_numbers import MATRIX_ALGORITHMS
+from omn_dist.plan.views import View
 
+_MASTER_BYTES = 4
 _STEP_BYTES = 4
 """AdamW's fp32 step counter, one a parameter."""
 
 
-def state_bytes(parameter: Tensor, group: Mapping[str, Any]) -> int:
+def state_bytes(parameter: Tensor, group: Mapping[str, Any], *, master_weights: bool = False) -> int:
     """Bytes of the state of one whole parameter, all shards together (copies counted once).
 
     For m x n elements of b bytes: ``adamw`` 2 m n b + 4, ``muon`` and ``vector`` m n b, ``normuon`` m n b + 4 m: the row moment is
-    fp32. Works on the meta device.
+    fp32. A view with rows for AdamW adds what AdamW has. ``master_weights`` makes b = 4 for half-precision parameters and adds
+    4 m n for the masters. Works on the meta device.
     """
-    elements = parameter.numel() * parameter.element_size()
-    if group["algorithm"] == "adamw":
-        return 2 * elements + _STEP_BYTES
+    has_master = master_weights and parameter.element_size() < _MASTER_BYTES
+    elements = parameter.numel() * (_MASTER_BYTES if has_master else parameter.element_size())
+    total = elements if has_master else 0
+    view = View.from_group(group) if group["algorithm"] in MATRIX_ALGORITHMS else None
+    if group["algorithm"] == "adamw" or (view is not None and view.has_adamw_rows):
+        total += 2 * elements + _STEP_BYTES
+    if group["algorithm"] != "adamw":
+        total += elements
     if group["algorithm"] == "normuon":
-        return elements + 4 * math.prod(row_moment_shape(parameter, group))
-    return elements
+        total += 4 * math.prod(row_moment_shape(parameter, group))
+    return total
 
 
 def state_bytes_by_algorithm(groups: Sequence[Mapping[str, Any]], matrix_algorithm: str = "muon") -> dict[str, int]:

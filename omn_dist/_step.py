@@ -59,6 +59,9 @@ class _Shard:
     """The local part of one parameter, as matrices."""
 
     parameter: Tensor
+    """What the step acts on: the fp32 master where there is one."""
+    rounded: Tensor | None
+    """The half-precision parameter that follows its master."""
     momentum: Tensor
     gradient: Tensor | None
     settings: UpdateSettings
@@ -84,8 +87,11 @@ class MatrixStep:
         for name, (parameter, group) in members.items():
             settings = settings_by_group.setdefault(id(group), _settings(group))
             gradient = gradients[parameter]
+            master = state[parameter].get("master")
+            local = as_matrix(local_tensor(parameter.detach()))
             by_name[name] = _Shard(
-                as_matrix(local_tensor(parameter)),
+                local if master is None else as_matrix(local_tensor(master)),
+                None if master is None else local,
                 as_matrix(local_tensor(state[parameter]["momentum_buffer"])),
                 None if gradient is None else as_matrix(gradient),
                 settings,
@@ -151,6 +157,8 @@ class MatrixStep:
                 self._presences.append(flag.clone())
                 for tensor, old in zip(changed, before, strict=True):
                     tensor.copy_(torch.where(flag > 0, tensor, old))
+            if shard.rounded is not None:
+                _local(shard.rounded, segment).copy_(changed[0])
 
     def _apply(self, place: Place, update: Tensor, numbers: Returned, changed: Sequence[Tensor]) -> None:
         shard, whole = self._shards[place.matrix], self._plan.matrices[place.matrix]
@@ -202,9 +210,15 @@ class AdamWStep:
             for group in self._groups:
                 present = [parameter for parameter in group["params"] if self._gradients[parameter] is not None]
                 states = [self._state[parameter] for parameter in present]
+                masters = [state.get("master") for state in states]
+                stepped = [
+                    local_tensor(parameter.detach() if master is None else master)
+                    for parameter, master in zip(present, masters, strict=True)
+                ]
+                gradients = [gradient for parameter in present if (gradient := self._gradients[parameter]) is not None]
                 adamw_update(
-                    [local_tensor(parameter) for parameter in present],
-                    [gradient for parameter in present if (gradient := self._gradients[parameter]) is not None],
+                    stepped,
+                    [gradient.to(target.dtype) for gradient, target in zip(gradients, stepped, strict=True)],
                     [local_tensor(state["exp_avg"]) for state in states],
                     [local_tensor(state["exp_avg_sq"]) for state in states],
                     [state["step"] for state in states],
@@ -213,6 +227,9 @@ class AdamWStep:
                     epsilon=group["eps"],
                     weight_decay=group["weight_decay"],
                 )
+                for parameter, master, local in zip(present, masters, stepped, strict=True):
+                    if master is not None:
+                        local_tensor(parameter.detach()).copy_(local)
 
 
 def _settings(group: Mapping[str, Any]) -> UpdateSettings:

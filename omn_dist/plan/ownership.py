@@ -15,7 +15,8 @@ from omn_dist.algorithms.newton_schulz import Recipe, build_recipe
 from omn_dist.plan.layout import SHARD_ROWS, Layout
 from omn_dist.plan.matrix import Matrix
 from omn_dist.plan.owners import assign_owners
-from omn_dist.plan.traffic import Counts, Transport, bytes_sent, wave_traffic
+from omn_dist.plan.traffic import Counts, Transport, bytes_sent, message_bytes, wave_traffic
+from omn_dist.plan.views import View, matrices_of
 from omn_dist.plan.waves import assign_waves
 
 DEFAULT_WAVE_BYTES = 64 * 2**20
@@ -103,6 +104,29 @@ class Plan:
         return total
 
     @cached_property
+    def moves(self) -> tuple[tuple[bool, bool], ...]:
+        """For each wave whether anything travels to owners, and whether anything returns.
+
+        Nothing does where matrices lie whole at their owners; the collective is then left out on all ranks alike.
+        """
+        found = []
+        for wave in self.waves:
+            traffic = wave_traffic(self.matrices, self.owners, wave, self.world_size, self.wire_itemsize)
+            found.append((bool(traffic.gather_sent.any()), bool(traffic.scatter_sent.any())))
+        return tuple(found)
+
+    @cached_property
+    def num_collectives(self) -> int:
+        """Collectives of one step: one for each passage in which something moves, or one for each owner that scatters."""
+        if self.transport == "all_to_all":
+            return sum(gather + scatter for gather, scatter in self.moves)
+        count = 0
+        for wave, (gathers, _) in zip(self.waves, self.moves, strict=True):
+            _, scatter = message_bytes(self.matrices, self.owners, wave, self.world_size, self.wire_itemsize)
+            count += gathers + int(scatter.any(axis=0).sum())
+        return count
+
+    @cached_property
     def temporary_bytes(self) -> int:
         """Bytes of the two slots and the stack on the rank that needs most; without the second transport's own buffers."""
         most = np.zeros((5, self.world_size), dtype=np.int64)
@@ -126,6 +150,7 @@ class Plan:
             "flops_by_rank": self.flops_by_rank.tolist(),
             "imbalance": self.imbalance,
             "wave_imbalance": self.wave_imbalance,
+            "num_collectives": self.num_collectives,
             "bytes_sent_by_rank": self.bytes_sent_by_rank.tolist(),
             "temporary_bytes": self.temporary_bytes,
         }
@@ -201,20 +226,18 @@ def plan_ownership(
 
     Not collective.
     """
-    by_name: dict[str, tuple[int, ...]] = {}
+    members: list[tuple[str, Sequence[int], View | None]] = []
     if isinstance(shapes, Mapping):
-        by_name = {name: tuple(shape) for name, shape in shapes.items()}
+        members.extend((name, shape, None) for name, shape in shapes.items())
     else:
         for group in shapes:
             if group["algorithm"] != "adamw":
-                for name, parameter in zip(group["param_names"], group["params"], strict=True):
-                    by_name[name] = tuple(parameter.shape)
-    for name, shape in by_name.items():
-        if len(shape) != 2:
-            raise ValueError(f"matrix {name}: found shape {shape}, expected (rows, columns)")
+                view = View.from_group(group)
+                members.extend((name, p.shape, view) for name, p in zip(group["param_names"], group["params"], strict=True))
     recipe = build_recipe("omn", "quintic", num_steps) if recipe is None else recipe
     matrices = [
-        Matrix.whole(name, Layout(shape, (world_size,), (SHARD_ROWS,)), num_steps).worked_by(algorithm, recipe)
-        for name, shape in by_name.items()
+        matrix.worked_by(algorithm, recipe)
+        for name, shape, view in members
+        for matrix in matrices_of(name, view, Layout(tuple(shape), (world_size,), (SHARD_ROWS,)), num_steps)
     ]
     return plan_matrices(matrices, world_size, wave_bytes=wave_bytes, wire_itemsize=wire_itemsize, transport=transport)

@@ -56,7 +56,7 @@ def _collect(pipes: list[Connection], seconds: float) -> list[Any]:
         for pipe in ready:
             rank = pipes.index(pipe)  # type: ignore[arg-type]
             try:
-                failed, value = pipe.recv()  # type: ignore[union-attr]
+                failed, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
             except EOFError:
                 raise AssertionError(f"rank {rank} of {len(pipes)} ended without an answer") from None
             if failed:
@@ -65,10 +65,9 @@ def _collect(pipes: list[Connection], seconds: float) -> list[Any]:
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _send(pipe: Connection, answer: tuple[bool, Any]) -> None:
-    # Plain pickle: that of multiprocessing would send tensors as handles into the memory of this process, which may end before
-    # the other side has opened them.
-    pipe.send_bytes(pickle.dumps(answer))
+def _plain(failed: bool, value: Any) -> bytes:
+    """As bytes: the pickler of a pipe would share tensors through files that are gone when their rank has ended."""
+    return pickle.dumps((failed, value))
 
 
 def _rank_main(
@@ -84,10 +83,10 @@ def _rank_main(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
         )
         value = function(*arguments)
-        _send(pipe, (False, value))
+        pipe.send_bytes(_plain(False, value))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:
-        _send(pipe, (True, traceback.format_exc()))
+        pipe.send_bytes(_plain(True, traceback.format_exc()))
         sys.stdout.flush()
         os._exit(1)

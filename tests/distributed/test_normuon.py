@@ -1,6 +1,5 @@
 """NorMuon: the same bits for every world size and every split, with no collective beyond the two of a wave."""
 
-import unittest.mock
 from typing import Any
 
 import pytest
@@ -15,11 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from omn_dist import DualOptimizer, _domains, build_parameter_groups
+from omn_dist import DualOptimizer, build_parameter_groups
 from omn_dist._row_moment import RowMoment, row_moment_like, row_moment_shape
-from omn_dist.algorithms.newton_schulz import group_recipe
-from omn_dist.plan.layout import Layout, Piece, Segment
-from omn_dist.plan.matrix import Matrix
+from omn_dist.plan.layout import Segment
 
 SHAPES = ((16, 16), (10, 7), (4, 24), (33, 8), (2, 8))
 NAMES = [f"matrix_{index}" for index in range(len(SHAPES))]
@@ -80,39 +77,34 @@ def test_normuon_is_bitwise_one_process(world_size: int, preset: str) -> None:
     run_ranks(world_size, _every_split, preset)
 
 
-def _row_blocks(name: str, layout: Layout, group: dict[str, Any]) -> list[Matrix]:
-    """Three matrices, one below the other, in one parameter."""
-    recipe, first, found = group_recipe(group), 0, []
-    for number, num_rows in enumerate((8, 7, layout.num_rows - 15)):
-        region = (Piece(first, 0, num_rows, layout.num_columns, 0, 0),)
-        matrix = Matrix(f"{name}[{number}]", name, num_rows, layout.num_columns, region, layout, 5)
-        found.append(matrix.worked_by("normuon", recipe))
-        first += num_rows
-    return found
-
-
 def _split_matrices() -> None:
     generator = torch.Generator().manual_seed(0)
     weight, *gradients = (torch.randn(20, 12, generator=generator) * 10.0 ** -torch.arange(20)[:, None] for _ in range(3))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
-    def run(start: Tensor | DTensor, split: bool) -> list[Tensor]:
-        with unittest.mock.patch.object(_domains, "_worked", _row_blocks if split else _domains._worked):
-            parameter = nn.Parameter(start.clone())
-            optimizer = DualOptimizer([{"params": [parameter], "algorithm": "muon"}], preset="normuon", wave_bytes=1)
-            for gradient in gradients:
-                rows = slice(None) if split else slice(*bounds)
-                set_gradient(parameter, gradient[rows])
-                optimizer.step()
+    def run(start: Tensor | DTensor, rows: slice, **view: Any) -> list[Tensor]:
+        parameter = nn.Parameter(start.clone())
+        optimizer = DualOptimizer([{"params": [parameter], "algorithm": "muon", **view}], preset="normuon", wave_bytes=1)
+        for gradient in gradients:
+            set_gradient(parameter, gradient[rows].T if "muon_transposed" in view else gradient[rows])
+            optimizer.step()
         return [whole(tensor) for tensor in (parameter, optimizer.state[parameter]["row_moment"])]
 
-    whole_runs = []
-    for bounds in ((0, 8), (8, 15), (15, 20)):
-        whole_runs.append(run(weight[slice(*bounds)], split=False))
+    whole_runs = [run(weight[rows], rows) for rows in (slice(0, 8), slice(8, 15), slice(15, 20))]
     for placements in ([Shard(0)], [Shard(1)]):
-        found = run(distribute_tensor(weight, mesh, placements), split=True)
+        view = {"muon_shape": (20, 12), "muon_split_sizes": (8, 7, 5)}
+        found = run(distribute_tensor(weight, mesh, placements), slice(None), **view)
         for one, other in zip(found, (torch.cat(parts) for parts in zip(*whole_runs, strict=True)), strict=True):
             assert torch.equal(one, other), f"{placements}: differs by {(one - other).abs().max()}"
+
+    # Stored the other way round, operators keep their rows: now those are columns of the parameter.
+    view = {"muon_shape": (20, 12), "muon_split_sizes": (8, 7, 5), "muon_transposed": True}
+    expected = run(weight.T.contiguous(), slice(None), **view)
+    assert expected[1].shape == (1, 20)
+    assert torch.allclose(expected[0].T, torch.cat([run[0] for run in whole_runs]), rtol=0, atol=1e-6)
+    for placements in ([Shard(0)], [Shard(1)]):
+        found = run(distribute_tensor(weight.T.contiguous(), mesh, placements), slice(None), **view)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)), f"transposed, {placements}"
 
 
 def test_split_matrices_are_bitwise_matrices_of_their_own() -> None:

@@ -1,5 +1,7 @@
 """Bytes of optimizer state: the formulas, and what optimizers really hold."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -17,6 +19,20 @@ def test_the_published_formulas(algorithm: str, expected: int) -> None:
     assert state_bytes(parameter, {"algorithm": algorithm}) == expected
     optimizer = DualOptimizer([{"params": [parameter], "algorithm": algorithm}])
     assert sum(value.numel() * value.element_size() for value in optimizer.state[parameter].values()) == expected
+
+
+@pytest.mark.parametrize("master_weights", [False, True])
+@pytest.mark.parametrize("algorithm", ["adamw", "muon", "normuon"])
+def test_masters_and_rows_of_adamw_are_counted(algorithm: str, master_weights: bool) -> None:
+    parameter = nn.Parameter(torch.zeros(12, 20, dtype=torch.bfloat16))
+    group = {"params": [parameter], "algorithm": algorithm}
+    if algorithm != "adamw":
+        group |= {"muon_shape": (12, 20), "muon_split_sizes": (8, 4), "muon_split_algorithms": ("muon", "adamw")}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer = DualOptimizer([group], master_weights=master_weights)
+    held = sum(value.numel() * value.element_size() for value in optimizer.state[parameter].values())
+    assert state_bytes(parameter, optimizer.param_groups[0], master_weights=master_weights) == held
 
 
 @pytest.mark.parametrize("preset", ["omn", "normuon"])
