@@ -25,8 +25,7 @@ def row_moment_like(name: str, parameter: Tensor, group: Mapping[str, Any]) -> T
     Raises:
         NotImplementedError: a rank that holds rows without any column, to which nobody would return their moment.
     """
-    columns = _column_dims(parameter, group)
-    shape = [1 if dim in columns else size for dim, size in enumerate(parameter.shape)]
+    columns, shape = _column_dims(parameter, group), row_moment_shape(parameter, group)
     if not isinstance(parameter, DTensor):
         return torch.zeros(shape, dtype=torch.float32, device=parameter.device)
     layout = placed(name, parameter).layout
@@ -51,6 +50,12 @@ def row_moment_like(name: str, parameter: Tensor, group: Mapping[str, Any]) -> T
         shape=torch.Size(shape),
         stride=tuple(strides),
     )
+
+
+def row_moment_shape(parameter: Tensor, group: Mapping[str, Any]) -> list[int]:
+    """The whole parameter's shape with every dim that holds columns of its operator cut down to one."""
+    columns = _column_dims(parameter, group)
+    return [1 if dim in columns else size for dim, size in enumerate(parameter.shape)]
 
 
 @dataclass(frozen=True)

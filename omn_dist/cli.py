@@ -16,10 +16,12 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 from typing_extensions import override
 
+from omn_dist._state_bytes import format_state_bytes
 from omn_dist.launch.layout import read_layout
 from omn_dist.launch.report import describe_layout, describe_machine
 from omn_dist.launch.start import enter_rank, machine_problems, start_machine
 from omn_dist.launch.submit import submit
+from omn_dist.presets import resolve_preset
 from omn_dist.roles import format_groups, route_parameters
 from omn_dist.roles.report import draw_routes, format_all, format_routes, json_lines
 from omn_dist.roles.targets import is_model_target, meta_model
@@ -234,6 +236,8 @@ def _print_groups(config: RunConfig, model: torch.nn.Module) -> None:
     print(f"\n{format_groups(groups, model)}")
     print(f"unique parameters: {sum(parameter.numel() for parameter in model.parameters()):,}")
     print(f"state_dict entries: {len(model.state_dict())}")
+    preset = resolve_preset(config.optimizer.preset, config.optimizer.overrides)
+    print(format_state_bytes(groups, preset.algorithm))
     decaying = [name for group in groups if group["weight_decay"] > 0 for name in group["param_names"]]
     print(f"weight decay: configured {config.optimizer.weight_decay:g}, in effect on {len(decaying)} tensors")
 

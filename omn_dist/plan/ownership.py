@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from omn_dist.algorithms.coefficients import QUINTIC
+from omn_dist.algorithms.newton_schulz import Recipe, build_recipe
 from omn_dist.plan.bounds import Bound, makespan_bound
 from omn_dist.plan.layout import SHARD_ROWS, Layout
 from omn_dist.plan.matrix import Matrix
@@ -225,6 +226,8 @@ def plan_ownership(
     wire_itemsize: int = 4,
     transport: Transport = "all_to_all",
     strategy: Strategy = "flops",
+    algorithm: str = "muon",
+    recipe: Recipe | None = None,
 ) -> Plan:
     """The plan for matrices sharded with FSDP2 over ``world_size`` ranks, without a process group.
 
@@ -237,6 +240,8 @@ def plan_ownership(
         wire_itemsize: bytes of one element in flight: 4 for fp32, 2 for bf16.
         transport: how waves move.
         strategy: how owners are chosen.
+        algorithm: ``"muon"`` or ``"normuon"``, whose row numbers add to the bytes.
+        recipe: Newton-Schulz recipe, for the cost of its schedule and form; instead of ``num_steps``.
 
     Raises:
         ValueError: a shape that is no matrix, or impossible numbers.
@@ -252,7 +257,12 @@ def plan_ownership(
                 view = View.from_group(group)
                 members.extend((name, p.shape, view) for name, p in zip(group["param_names"], group["params"], strict=True))
     layouts = {tuple(shape): Layout(tuple(shape), (world_size,), (SHARD_ROWS,)) for _, shape, _ in members}
-    matrices = [matrix for name, shape, view in members for matrix in matrices_of(name, view, layouts[tuple(shape)], num_steps)]
+    recipe = build_recipe("omn", "quintic", num_steps) if recipe is None else recipe
+    matrices = [
+        matrix.worked_by(algorithm, recipe)
+        for name, shape, view in members
+        for matrix in matrices_of(name, view, layouts[tuple(shape)], num_steps)
+    ]
     return plan_matrices(
         matrices, world_size, wave_bytes=wave_bytes, wire_itemsize=wire_itemsize, transport=transport, strategy=strategy
     )

@@ -32,7 +32,7 @@ def format_groups(groups: Sequence[Mapping[str, Any]], model: nn.Module | None =
         shown = names if len(names) <= 2 else [names[0], "...", names[-1]]
         lines.append(
             (
-                {"muon": "Muon", "adamw": "AdamW"}.get(group["algorithm"], group["algorithm"]),
+                {"muon": "Muon", "normuon": "NorMuon", "adamw": "AdamW"}.get(group["algorithm"], group["algorithm"]),
                 f"{group['weight_decay']:g}",
                 _rate(group, "lr"),
                 f"{len(names):,}",

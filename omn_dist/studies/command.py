@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from omn_dist._state_bytes import format_state_bytes
 from omn_dist.algorithms.newton_schulz import group_recipe
 from omn_dist.plan.devices import DEVICES, Device, device_by_name
 from omn_dist.plan.layout import SHARD_ROWS, Layout
@@ -51,7 +52,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Print what was asked for; returns the exit status."""
-    models, preset, options = _models(parsed)
+    models, preset, options, facts = _models(parsed)
     recipe = group_recipe(dataclasses.asdict(preset))
     device = _device(parsed.device)
     topology = device.topology
@@ -69,7 +70,7 @@ def run(parsed: argparse.Namespace) -> int:
         **options,
     )
     rows = study(models, _numbers(parsed.ranks), _strategies(parsed.strategy), setting)
-    facts = [
+    facts += [
         f"device {device.name}: {device.source}",
         f"{topology.ranks_per_node} ranks a node, {setting.num_steps} Newton-Schulz steps, {setting.wire_itemsize} bytes an "
         f"element in flight, {setting.wave_bytes / 2**20:.0f} MiB a wave; times are predictions",
@@ -90,12 +91,12 @@ def run(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _models(parsed: argparse.Namespace) -> tuple[list[ModelShapes], Preset, dict[str, Any]]:
+def _models(parsed: argparse.Namespace) -> tuple[list[ModelShapes], Preset, dict[str, Any], list[str]]:
     models = [load_model(name) for name in parsed.model]
     if parsed.config is None:
         if not models:
             raise SettingsError("plan: found no model, expected the YAML file of a run or --model, such as --model omn1")
-        return models, resolve_preset(parsed.preset), {}
+        return models, resolve_preset(parsed.preset), {}, []
     config = load_config(parsed.config, parsed.overrides)
     groups = build_groups(config, build_meta_model(config))
     matrices: dict[str, tuple[int, int]] = {}
@@ -113,7 +114,8 @@ def _models(parsed: argparse.Namespace) -> tuple[list[ModelShapes], Preset, dict
     options: dict[str, Any] = {"transport": config.optimizer.transport}
     if config.optimizer.wave_bytes is not None:
         options["wave_bytes"] = config.optimizer.wave_bytes
-    return [own, *models], resolve_preset(config.optimizer.preset, config.optimizer.overrides), options
+    preset = resolve_preset(config.optimizer.preset, config.optimizer.overrides)
+    return [own, *models], preset, options, [format_state_bytes(groups, preset.algorithm)]
 
 
 def _device(text: str) -> Device:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from omn_dist import __version__
+from omn_dist._state_bytes import state_bytes
 from omn_dist.train.config import RunConfig, to_mapping
 from omn_dist.train.metrics import write_durably
 from omn_dist.train.norms import GroupView
@@ -66,6 +67,7 @@ def describe_optimizer(
             "num_elements": sum(parameter.numel() for parameter in view.parameters),
             "peak_learning_rate": peak,
             "weight_decay": float(group["weight_decay"]),
+            "state_bytes": sum(state_bytes(parameter, group) for parameter in view.parameters),
         }
         for view, group, peak in zip(groups, param_groups, peaks, strict=True)
     }

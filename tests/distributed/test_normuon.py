@@ -9,10 +9,14 @@ from ranks import run_ranks
 from recipe_references import normuon
 from references import set_gradient, whole
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from omn_dist import DualOptimizer
+from omn_dist import DualOptimizer, build_parameter_groups
+from omn_dist._row_moment import RowMoment, row_moment_like, row_moment_shape
+from omn_dist.plan.layout import Segment
 
 SHAPES = ((16, 16), (10, 7), (4, 24), (33, 8), (2, 8)) * 2
 NAMES = [f"matrix_{index:02}" for index in range(len(SHAPES))]
@@ -71,6 +75,55 @@ def _every_split(preset: str) -> None:
 @pytest.mark.parametrize("preset", FORMS)
 def test_normuon_is_bitwise_one_process(world_size: int, preset: str) -> None:
     run_ranks(world_size, _every_split, preset)
+
+
+def _split_matrices() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, *gradients = (torch.randn(20, 12, generator=generator) * 10.0 ** -torch.arange(20)[:, None] for _ in range(3))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def run(start: Tensor | DTensor, rows: slice, **view: Any) -> list[Tensor]:
+        parameter = nn.Parameter(start.clone())
+        optimizer = DualOptimizer([{"params": [parameter], "algorithm": "muon", **view}], preset="normuon", wave_bytes=1)
+        for gradient in gradients:
+            set_gradient(parameter, gradient[rows].T if "muon_transposed" in view else gradient[rows])
+            optimizer.step()
+        return [whole(tensor) for tensor in (parameter, optimizer.state[parameter]["row_moment"])]
+
+    whole_runs = [run(weight[rows], rows) for rows in (slice(0, 8), slice(8, 15), slice(15, 20))]
+    for placements in ([Shard(0)], [Shard(1)]):
+        view = {"muon_shape": (20, 12), "muon_split_sizes": (8, 7, 5)}
+        found = run(distribute_tensor(weight, mesh, placements), slice(None), **view)
+        for one, other in zip(found, (torch.cat(parts) for parts in zip(*whole_runs, strict=True)), strict=True):
+            assert torch.equal(one, other), f"{placements}: differs by {(one - other).abs().max()}"
+
+    # Stored the other way round, operators keep their rows: now those are columns of the parameter.
+    view = {"muon_shape": (20, 12), "muon_split_sizes": (8, 7, 5), "muon_transposed": True}
+    expected = run(weight.T.contiguous(), slice(None), **view)
+    assert expected[1].shape == (1, 20)
+    assert torch.allclose(expected[0].T, torch.cat([run[0] for run in whole_runs]), rtol=0, atol=1e-6)
+    for placements in ([Shard(0)], [Shard(1)]):
+        found = run(distribute_tensor(weight.T.contiguous(), mesh, placements), slice(None), **view)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)), f"transposed, {placements}"
+
+
+def test_split_matrices_are_bitwise_matrices_of_their_own() -> None:
+    run_ranks(3, _split_matrices)
+
+
+def test_rows_of_transposed_and_stacked_operators() -> None:
+    stack = nn.Parameter(torch.arange(2 * 3 * 4.0).view(2, 3, 4))
+    for group, shape, segment, expected in (
+        ({"muon_transposed": True}, [2, 1, 4], Segment(3, 2, 3, 1, 0, 0), [5.0, 6.0]),
+        ({}, [2, 3, 1], Segment(2, 4, 3, 0, 0, 0), [3.0, 4.0]),
+        ({"muon_shape": (2, 12)}, [2, 1, 1], Segment(1, 4, 4, 0, 0, 0), [1.0]),
+    ):
+        moment = row_moment_like("a", stack, group)
+        assert list(moment.shape) == row_moment_shape(stack, group) == shape
+        moment.view(-1).copy_(torch.arange(moment.numel()))
+        rows = RowMoment.of_state(stack, {"row_moment": moment}, group)
+        assert rows is not None
+        assert rows.rows(segment).tolist() == expected
 
 
 def _counted() -> int:
@@ -159,6 +212,29 @@ def _state_layout() -> None:
 
 def test_the_row_moment_is_sharded_like_the_rows() -> None:
     run_ranks(4, _state_layout)
+
+
+def _state_dict_helpers() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+    fully_shard(model, mesh=mesh)
+    first, second = (DualOptimizer(build_parameter_groups(model), preset="normuon") for _ in range(2))
+    model(torch.ones(2, 8)).square().sum().backward()
+    first.step()
+    set_optimizer_state_dict(model, second, get_optimizer_state_dict(model, first))
+    moments = 0
+    for parameter in model.parameters():
+        for key, value in first.state[parameter].items():
+            other = second.state[parameter][key]
+            assert torch.equal(whole(value), whole(other)), key
+            moments += key == "row_moment"
+            assert getattr(value, "placements", None) == getattr(other, "placements", None)
+    assert moments == 2
+
+
+def test_the_row_moment_goes_through_state_dicts() -> None:
+    run_ranks(2, _state_dict_helpers)
 
 
 def test_groups_on_muon_take_the_algorithm_of_the_preset() -> None:

@@ -5,7 +5,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -151,7 +150,7 @@ def test_latent_attention_leaves_values_and_the_shared_key_alone() -> None:
     assert torch.equal(key_value.detach().view(HEADS, -1, rank)[:, nope:], before[1].view(HEADS, -1, rank)[:, nope:])
 
 
-def _clipped(dim: int) -> list[Any]:
+def _clipped(dim: int) -> list[Tensor]:
     """Each rank sees its own sequence of the batch; weights are sharded along ``dim``."""
     world_size, rank = dist.get_world_size(), dist.get_rank()
     query, key, inputs = _grouped(2)
@@ -164,15 +163,14 @@ def _clipped(dim: int) -> list[Any]:
     for sequence in mine:
         clip.observe("a", largest_logits(_project(sequence[None], query), _project(sequence[None], key)))
     clip.step()
-    # Arrays, since tensors would travel as handles into the memory of a process that ends.
-    return [tensor.numpy() for tensor in (*(whole(weight) for weight in (*weights, bias)), clip.largest["a"])]
+    return [*(whole(weight) for weight in (*weights, bias)), clip.largest["a"]]
 
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_four_ranks_clip_like_one(dim: int) -> None:
     (expected,) = run_ranks(1, _clipped, dim)
     for found in run_ranks(4, _clipped, dim):
-        assert all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_interval_and_state() -> None:

@@ -53,7 +53,10 @@ def test_routes_of_omn_1(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_plan_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(CONFIGS / "omn1_193b.yaml"), "--ranks", "2,8"]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line and not line.startswith("#")]
+    text = capsys.readouterr().out
+    # fp32: momentum of 1,240,465,408 elements, two moments of 262,734,848, and 86 step counters.
+    assert "7,063,740,760 (muon 4,961,861,632, adamw 2,101,879,128)" in text
+    rows = [line.split() for line in text.splitlines() if line and not line.startswith("#")]
     assert [row[0] for row in rows] == ["ranks", "2", "8"]
     for row in rows[1:]:
         assert 1.0 <= float(row[2]) <= 1.005
