@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from omn_dist.algorithms.row_numbers import MATRIX_ALGORITHMS
 from omn_dist.plan.views import VIEW_FIELDS, View
 from omn_dist.presets import Preset
 
@@ -68,7 +69,7 @@ def set_row_lr(group: dict[str, Any], lr: float) -> None:
 
 def group_description(group: Mapping[str, Any]) -> dict[str, Any]:
     """What decides the meaning of the state of a group's parameters, apart from names and shapes; JSON-able."""
-    view = View.from_group(group) if group["algorithm"] != "adamw" else None
+    view = View.from_group(group) if group["algorithm"] in MATRIX_ALGORITHMS else None
     fields = view.as_fields() if view is not None else {}
     return {
         "algorithm": group["algorithm"],

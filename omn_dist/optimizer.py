@@ -12,20 +12,37 @@ from typing_extensions import override
 
 from omn_dist._domains import Domain, SharedGroups, build_domains
 from omn_dist._grouping import MATRIX_GROUP_FIELDS, check_saved_groups, complete_view
+from omn_dist._row_moment import STATE_KEY as ROW_MOMENT
+from omn_dist._row_moment import row_moment_like
 from omn_dist._rows import Rows, RowsStep, build_rows
 from omn_dist._step import AdamWStep, MatrixStep, checked_gradient
+from omn_dist.algorithms.row_numbers import MATRIX_ALGORITHMS
 from omn_dist.plan.ownership import DEFAULT_WAVE_BYTES, Plan
 from omn_dist.plan.placement import Copies
 from omn_dist.plan.traffic import Transport
 from omn_dist.plan.views import View
-from omn_dist.presets import Preset, resolve_preset
+from omn_dist.presets import Preset, check_group, resolve_preset
 from omn_dist.settings import SettingsError, unknown_name
 
 logger = logging.getLogger(__name__)
 
+_MOMENTUM_FIELDS = ("lr", "weight_decay", "momentum", "momentum_rule", "nesterov", "cautious_decay")
+_MUON_FIELDS = (
+    *_MOMENTUM_FIELDS,
+    "newton_schulz",
+    "schedule",
+    "num_steps",
+    "newton_schulz_dtype",
+    "form",
+    "scale",
+    "spectral_cap",
+    "stable_rank_floor",
+)
 _GROUP_FIELDS: dict[str, dict[str, str]] = {
     # Field of a group to the preset's field that fills it.
-    "muon": {name: name for name in ("lr", "weight_decay", "momentum", "momentum_rule", "nesterov", "newton_schulz", "scale")},
+    "muon": {name: name for name in _MUON_FIELDS},
+    "normuon": {name: name for name in (*_MUON_FIELDS, "row_beta", "row_epsilon", "rescale")},
+    "vector": {name: name for name in (*_MOMENTUM_FIELDS, "segments")},
     "adamw": {"lr": "adamw_lr", "betas": "adamw_betas", "eps": "adamw_epsilon", "weight_decay": "adamw_weight_decay"},
 }
 
@@ -38,9 +55,10 @@ class DualOptimizer(torch.optim.Optimizer):
     step are bitwise those of one process that runs the same algorithm on whole tensors.
 
     Args:
-        groups: of ``build_parameter_groups``, or your own dictionaries with ``params``, ``algorithm`` (``"muon"`` or
-            ``"adamw"``) and, if you like, ``param_names`` and any field of the algorithm.
-        preset: ``"omn"``, ``"torch"`` or a :class:`~omn_dist.presets.Preset`.
+        groups: of ``build_parameter_groups``, or your own dictionaries with ``params``, ``algorithm`` and, if you like,
+            ``param_names`` and any field of the algorithm. ``"muon"`` are matrices for the preset's matrix algorithm;
+            ``"normuon"``, ``"adamw"`` and ``"vector"`` (parameters with one dim) are those, whatever the preset.
+        preset: a name of ``PRESETS`` or a :class:`~omn_dist.presets.Preset`.
         wave_bytes: byte budget of one slot of the pipeline and of the stack of whole matrices, per rank.
         transport: ``"all_to_all"``, or ``"all_gather"`` for fabrics without a good all-to-all. The same on all ranks.
         process_group: ranks that hold equal copies of the *plain* tensors among the matrices (DDP): they then share the work.
@@ -130,8 +148,8 @@ class DualOptimizer(torch.optim.Optimizer):
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
-        for parameter in group["params"]:
-            self._allocate_state(parameter, group)
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            self._allocate_state(name, parameter, group)
         self._warn_of_half_precision(group)
         if self._domains is not None:
             self._domains = self._build_domains()
@@ -225,10 +243,10 @@ class DualOptimizer(torch.optim.Optimizer):
         return self._domains
 
     def _build_domains(self) -> list[Domain]:
-        matrix_groups = [group for group in self.param_groups if group["algorithm"] == "muon"]
+        matrix_groups = [group for group in self.param_groups if group["algorithm"] in MATRIX_ALGORITHMS]
         self._rows = build_rows(matrix_groups)
         domains = build_domains(
-            matrix_groups,
+            [group for group in self.param_groups if group["algorithm"] != "adamw"],
             wire=self._preset.wire,
             wave_bytes=self._wave_bytes,
             transport=self._transport,
@@ -248,9 +266,12 @@ class DualOptimizer(torch.optim.Optimizer):
             if algorithm is None:
                 raise SettingsError("group: found no 'algorithm', expected 'muon' or 'adamw'")
             raise SettingsError(unknown_name("algorithm", str(algorithm), _GROUP_FIELDS))
+        if algorithm == "muon":
+            # Groups say which parameters are matrices; which matrix algorithm that means is the recipe's choice.
+            algorithm = group["algorithm"] = self._preset.algorithm
         fields = _GROUP_FIELDS[algorithm]
         known = [*fields, "params", "param_names", "param_shapes", "algorithm", "initial_lr"]
-        if algorithm != "adamw":
+        if algorithm in MATRIX_ALGORITHMS:
             known.extend(MATRIX_GROUP_FIELDS)
         for key in group:
             if key not in known:
@@ -269,11 +290,15 @@ class DualOptimizer(torch.optim.Optimizer):
             raise SettingsError(
                 f"group: found {len(group['param_names'])} param_names for {len(group['params'])} params, expected one each"
             )
+        if algorithm == "vector":
+            group.setdefault("segments", None)
         for field, source in fields.items():
-            group.setdefault(field, getattr(self._preset, source))
+            if field not in group:
+                group[field] = getattr(self._preset, source)
         group["param_shapes"] = [tuple(parameter.shape) for parameter in group["params"]]
-        if algorithm != "adamw":
+        if algorithm in MATRIX_ALGORITHMS:
             complete_view(group, self._preset)
+        check_group(group)
         return group
 
     def _check_parameter(self, name: str, parameter: Tensor, group: Mapping[str, Any]) -> None:
@@ -284,14 +309,18 @@ class DualOptimizer(torch.optim.Optimizer):
             )
         if not parameter.is_floating_point():
             raise TypeError(f"parameter {name}: found dtype {parameter.dtype}, expected a real floating one")
-        if group["algorithm"] == "adamw":
+        if group["algorithm"] == "vector" and parameter.ndim != 1:
+            raise ValueError(
+                f"parameter {name}: found shape {tuple(parameter.shape)} in a group on vector, expected one dim; put it on adamw"
+            )
+        if group["algorithm"] not in MATRIX_ALGORITHMS:
             return
         if (view := View.from_group(group)) is not None:
             view.check(name, parameter.shape)
         elif parameter.ndim != 2:
             raise ValueError(
                 f"parameter {name}: found shape {tuple(parameter.shape)} in a group on {group['algorithm']}, expected a matrix; "
-                "put it on adamw, or give muon_shape for a stack of matrices"
+                "put it on adamw or a vector on vector, or give muon_shape for a stack of matrices"
             )
 
     def _warn_of_half_precision(self, group: dict[str, Any]) -> None:
@@ -307,7 +336,7 @@ class DualOptimizer(torch.optim.Optimizer):
                 stacklevel=4,
             )
 
-    def _allocate_state(self, parameter: Tensor, group: Mapping[str, Any]) -> None:
+    def _allocate_state(self, name: str, parameter: Tensor, group: Mapping[str, Any]) -> None:
         """Zero state at once: a lazy one would make torch's state-dict helpers run a hidden step.
 
         Rows that AdamW updates inside a matrix parameter have their moments in tensors like the parameter: those reshard like
@@ -319,7 +348,9 @@ class DualOptimizer(torch.optim.Optimizer):
         source = parameter.detach()
         if self._master_weights and source.dtype in (torch.bfloat16, torch.float16):
             source = state["master"] = source.float()
-        view = None if group["algorithm"] == "adamw" else View.from_group(group)
+        view = View.from_group(group) if group["algorithm"] in MATRIX_ALGORITHMS else None
+        if group["algorithm"] == "normuon":
+            state[ROW_MOMENT] = row_moment_like(name, parameter, group)
         if group["algorithm"] != "adamw":
             state["momentum_buffer"] = torch.zeros_like(source)
         if group["algorithm"] == "adamw" or (view is not None and view.has_adamw_rows):

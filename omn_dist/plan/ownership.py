@@ -59,7 +59,7 @@ class Plan:
             f"matrix {matrix.name}: {matrix.num_rows} x {matrix.num_columns} of parameter {matrix.parameter_name} "
             f"{list(matrix.layout.shape)}, transposed {matrix.transposed}, region {[list(piece) for piece in matrix.region]}, "
             f"mesh {list(matrix.layout.mesh_shape)}, placements {[list(part) for part in matrix.layout.placements]}, "
-            f"{matrix.num_steps} steps, owner {owner}, wave {wave_by_matrix[index]}"
+            f"{matrix.work}, owner {owner}, wave {wave_by_matrix[index]}"
             for index, (matrix, owner) in enumerate(zip(self.matrices, self.owners, strict=True))
         )
 
