@@ -235,6 +235,48 @@ def test_the_comparison_sees_a_missing_view(name: str) -> None:
     assert not torch.allclose(parameter, _reference("omn")[index], atol=1e-3)
 
 
+def _separate(preset: str) -> list[Tensor]:
+    """Each stored tensor after the last step of the same optimizer on matrices and rows that are parameters of their own."""
+    stored = whole_tensors(SHAPES, 0)
+    for index, case in enumerate(CASES.values()):
+        parts = list(case.matrices(stored[index]))
+        parameters = [nn.Parameter(_as_matrix(part)) for part in parts]
+        groups: list[dict[str, Any]] = [{"params": parameters, "algorithm": "muon", "weight_decay": 0.1}]
+        if case.rows is not None:
+            parts.append(case.rows(stored[index]))
+            parameters.append(nn.Parameter(parts[-1].clone()))
+            groups = [
+                {"params": parameters[:-1], "algorithm": "muon", "weight_decay": 0.1},
+                {"params": parameters[-1:], "algorithm": "adamw", "lr": 0.003, "weight_decay": 0.05},
+            ]
+        optimizer = DualOptimizer(groups, preset=preset)
+        for step in range(NUM_STEPS):
+            gradient = whole_tensors(SHAPES, 100 + step)[index]
+            gradients = [_as_matrix(part) for part in case.matrices(gradient)]
+            gradients.extend([] if case.rows is None else [case.rows(gradient).clone()])
+            for parameter, its_gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = its_gradient
+            optimizer.step()
+        with torch.no_grad():
+            for part, parameter in zip(parts, parameters, strict=True):
+                part.copy_(parameter.view(part.shape))
+    return stored
+
+
+def _row_normalised() -> None:
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parameters, optimizer = _optimizer(mesh, [Shard(0)], preset="normuon")
+    for step in range(NUM_STEPS):
+        _step(parameters, optimizer, step)
+    _compare(parameters, _separate("normuon"), "normuon")
+
+
+@pytest.mark.parametrize("world_size", [3])
+def test_row_moments_follow_the_rows_of_views(world_size: int) -> None:
+    run_ranks(world_size, _row_normalised)
+
+
 def _whole_experts() -> None:
     mesh = init_device_mesh("cpu", (2,))
     (weight,), (gradient,) = whole_tensors([(4, 8, 16)], 0), whole_tensors([(4, 8, 16)], 1)
