@@ -1,7 +1,9 @@
 """An update through a view is bitwise the update of separate parameters, wherever a shard edge cuts."""
 
 import copy
+import functools
 import itertools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -108,6 +110,7 @@ def _as_matrix(part: Tensor) -> Tensor:
     return part.reshape(-1, part.shape[-1]).clone(memory_format=torch.contiguous_format)
 
 
+@functools.cache
 def _reference(preset: str) -> list[Tensor]:
     """Each stored tensor after the last step, from matrices and rows that are parameters of their own."""
     stored = whole_tensors(SHAPES, 0)
@@ -163,6 +166,34 @@ def _compare(found: Sequence[Tensor], expected: Sequence[Tensor], what: str) -> 
         assert torch.equal(whole(one), other), f"{what}: {name} differs by {(whole(one) - other).abs().max()}"
 
 
+@functools.cache
+def _plain(preset: str) -> tuple[list[nn.Parameter], DualOptimizer]:
+    """Plain tensors after the last step."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain, optimizer = _optimizer(None, (), preset=preset)
+    for step in range(NUM_STEPS):
+        _step(plain, optimizer, step)
+    return plain, optimizer
+
+
+def _compare_state(parameters: Sequence[nn.Parameter], optimizer: DualOptimizer, preset: str) -> None:
+    """State is that of plain tensors, so it can go to any number of ranks; the moments of rows that are matrices stay zero."""
+    plain, other = _plain(preset)
+    for one, two, case in zip(parameters, plain, CASES.values(), strict=True):
+        state, expected = optimizer.state[one], other.state[two]
+        names = {"momentum_buffer"} if case.rows is None else {"momentum_buffer", "step", "exp_avg", "exp_avg_sq"}
+        assert state.keys() == expected.keys() == names
+        for name in names:
+            assert torch.equal(whole(state[name]), expected[name]), name
+        if case.rows is not None:
+            assert int(state["step"]) == NUM_STEPS
+            moment = expected["exp_avg"].clone()
+            assert bool(case.rows(moment).all())
+            case.rows(moment).zero_()
+            assert not bool(moment.any())
+
+
 def _through_views(mesh_shape: tuple[int, ...], placements: Sequence[Placement]) -> None:
     mesh = init_device_mesh("cpu", mesh_shape)
     for preset, wave_bytes in itertools.product(("torch", "omn"), (1, 2**20)):
@@ -170,6 +201,7 @@ def _through_views(mesh_shape: tuple[int, ...], placements: Sequence[Placement])
         for step in range(NUM_STEPS):
             _step(parameters, optimizer, step)
         _compare(parameters, _reference(preset), f"{preset} on {mesh_shape}, {wave_bytes}")
+        _compare_state(parameters, optimizer, preset)
         (plan,) = optimizer.plans
         assert optimizer.bytes_sent == NUM_STEPS * int(plan.bytes_sent_by_rank[dist.get_rank()])
 
@@ -185,9 +217,7 @@ def test_views_are_bitwise_separate_parameters(mesh_shape: tuple[int, ...], plac
 @pytest.mark.parametrize("preset", ["torch", "omn"])
 def test_views_of_plain_tensors(preset: str) -> None:
     torch.set_num_threads(1)
-    parameters, optimizer = _optimizer(None, (), preset=preset)
-    for step in range(NUM_STEPS):
-        _step(parameters, optimizer, step)
+    parameters, optimizer = _plain(preset)
     _compare(parameters, _reference(preset), preset)
     names = {matrix.name for plan in optimizer.plans for matrix in plan.matrices}
     assert {"qkv interleaved by query group[q]", "latent keys and values, each head[2.1]", "stored transposed"} <= names
@@ -203,6 +233,48 @@ def test_the_comparison_sees_a_missing_view(name: str) -> None:
         parameter.grad = whole_tensors(SHAPES, 100 + step)[index]
         optimizer.step()
     assert not torch.allclose(parameter, _reference("omn")[index], atol=1e-3)
+
+
+def _separate(preset: str) -> list[Tensor]:
+    """Each stored tensor after the last step of the same optimizer on matrices and rows that are parameters of their own."""
+    stored = whole_tensors(SHAPES, 0)
+    for index, case in enumerate(CASES.values()):
+        parts = list(case.matrices(stored[index]))
+        parameters = [nn.Parameter(_as_matrix(part)) for part in parts]
+        groups: list[dict[str, Any]] = [{"params": parameters, "algorithm": "muon", "weight_decay": 0.1}]
+        if case.rows is not None:
+            parts.append(case.rows(stored[index]))
+            parameters.append(nn.Parameter(parts[-1].clone()))
+            groups = [
+                {"params": parameters[:-1], "algorithm": "muon", "weight_decay": 0.1},
+                {"params": parameters[-1:], "algorithm": "adamw", "lr": 0.003, "weight_decay": 0.05},
+            ]
+        optimizer = DualOptimizer(groups, preset=preset)
+        for step in range(NUM_STEPS):
+            gradient = whole_tensors(SHAPES, 100 + step)[index]
+            gradients = [_as_matrix(part) for part in case.matrices(gradient)]
+            gradients.extend([] if case.rows is None else [case.rows(gradient).clone()])
+            for parameter, its_gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = its_gradient
+            optimizer.step()
+        with torch.no_grad():
+            for part, parameter in zip(parts, parameters, strict=True):
+                part.copy_(parameter.view(part.shape))
+    return stored
+
+
+def _row_normalised() -> None:
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parameters, optimizer = _optimizer(mesh, [Shard(0)], preset="normuon")
+    for step in range(NUM_STEPS):
+        _step(parameters, optimizer, step)
+    _compare(parameters, _separate("normuon"), "normuon")
+
+
+@pytest.mark.parametrize("world_size", [3])
+def test_row_moments_follow_the_rows_of_views(world_size: int) -> None:
+    run_ranks(world_size, _row_normalised)
 
 
 def _whole_experts() -> None:

@@ -51,6 +51,37 @@ def test_routes_of_omn_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert "weight decay: configured 0.01, in effect on 0 tensors" in output
 
 
+def test_routes_of_a_run_as_json_and_as_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "roles.png"
+    assert main(["routes", str(MICRO), "model.num_layers=1", "--json", "--picture", str(picture)]) == 0
+    objects = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {found["role"] for found in objects} == {"embedding", "projection", "norm"}
+    assert sum(found["algorithm"] == "muon" for found in objects) == 7
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "expected a file name" in _fails(capsys, "routes", str(MICRO), "--picture", "roles.gif")
+
+
+def test_routes_of_a_function(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_model_for_routes.py").write_text(
+        "from torch import nn\n"
+        "from omn_dist.roles import declare_view\n"
+        "def build():\n"
+        "    model = nn.Sequential(nn.Linear(4, 12, bias=False), nn.LayerNorm(12))\n"
+        "    declare_view(model[0], (3, 4, 4))\n"
+        "    return model\n"
+        "def number():\n"
+        "    return 7\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["routes", "my_model_for_routes:build", "--all"]) == 0
+    output = capsys.readouterr().out
+    assert re.search(r"0\.weight +12 x 4 +projection +Muon +\(3, 4, 4\) +view declared on 0", output)
+    assert re.search(r"projection +Muon +yes +1 +3 +48 +66\.6667% ", output)
+    assert "returned int" in _fails(capsys, "routes", "my_model_for_routes:number")
+    assert "cannot find the function" in _fails(capsys, "routes", "my_model_for_routes:absent")
+    assert "no overrides" in _fails(capsys, "routes", "my_model_for_routes:build", "a=1")
+
+
 def test_plan_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(CONFIGS / "omn1_193b.yaml"), "--ranks", "2,8"]) == 0
     text = capsys.readouterr().out

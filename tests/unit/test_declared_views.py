@@ -131,6 +131,10 @@ def test_rules_by_module_and_class() -> None:
             route_parameters(model, rules)  # type: ignore[arg-type]
 
 
+class TopKRouter(nn.Linear):
+    pass
+
+
 class Parts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -140,6 +144,7 @@ class Parts(nn.Module):
         self.in_proj_ba = nn.Linear(8, 4, bias=False)
         self.A_log = nn.Parameter(torch.zeros(8, 4))
         self.gr_down = nn.Linear(8, 4, bias=False)
+        self.choose = TopKRouter(8, 4, bias=False)
         self.narrow = nn.Linear(256, 2, bias=False)
         self.q_proj = nn.Linear(256, 2, bias=False)
         self.g_proj = nn.Linear(8, 8, bias=False)
@@ -157,6 +162,7 @@ def test_roles_beyond_projections() -> None:
         "in_proj_ba.weight": ("scalar", "adamw", True),
         "A_log": ("scalar", "adamw", False),
         "gr_down.weight": ("low_rank", "adamw", True),
+        "choose.weight": ("router", "adamw", True),
         "narrow.weight": ("low_rank", "adamw", True),
         "q_proj.weight": ("projection", "muon", True),
         "g_proj.weight": ("gate", "adamw", True),
