@@ -125,7 +125,7 @@ def _device(text: str) -> Device:
     except (OSError, ValueError) as error:
         if isinstance(error, SettingsError):
             raise SettingsError(f"{path}: {error}") from None
-        raise SettingsError(f"{path}: no calibration ({error}), expected a file written by benchmarks/calibrate.py") from None
+        raise SettingsError(f"{path}: no calibration ({error}), expected the file of a calibration") from None
 
 
 def _strategies(text: str) -> Sequence[Strategy]:
