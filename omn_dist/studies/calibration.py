@@ -6,13 +6,14 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from omn_dist.algorithms.newton_schulz import orthogonalize
+from omn_dist.algorithms.newton_schulz import RecipeName, orthogonalize
 from omn_dist.plan.cost import newton_schulz_flops, newton_schulz_seconds
 from omn_dist.plan.devices import Device, Topology
 
@@ -109,8 +110,8 @@ def _products(device: torch.device, seconds: _Stopwatch, blank: Device, itemsize
         direction = torch.randn(shape, generator=generator).to(device)
         # As many as make a measurement of milliseconds.
         count = max(1, 512 * 1024 // direction.numel())
-        recipe = "omn" if itemsize == 4 else "torch"
-        measured = seconds.of(lambda direction=direction, recipe=recipe, count=count: _several(direction, recipe, count)) / count
+        recipe: RecipeName = "omn" if itemsize == 4 else "torch"
+        measured = seconds.of(partial(_several, direction, recipe, count)) / count
         rest = measured - newton_schulz_seconds(*shape, _STEPS, blank, itemsize)
         inverse_side.append(1 / min(shape))
         inverse_rate.append(max(rest, 0.1 * measured) / newton_schulz_flops(*shape, _STEPS))
@@ -121,9 +122,9 @@ def _products(device: torch.device, seconds: _Stopwatch, blank: Device, itemsize
     return 1 / offset, max(float(slope), 0.0) / offset
 
 
-def _several(direction: torch.Tensor, recipe: str, count: int) -> None:
+def _several(direction: torch.Tensor, recipe: RecipeName, count: int) -> None:
     for _ in range(count):
-        orthogonalize(direction, "omn" if recipe == "omn" else "torch")
+        orthogonalize(direction, recipe)
 
 
 def _topology(device: torch.device, seconds: _Stopwatch, world_size: int) -> Topology:
@@ -134,7 +135,7 @@ def _topology(device: torch.device, seconds: _Stopwatch, world_size: int) -> Top
     for num_bytes in _MESSAGE_BYTES:
         sent = torch.zeros(num_bytes // world_size * world_size, dtype=torch.uint8, device=device)
         received = torch.empty_like(sent)
-        measured.append(seconds.of(lambda sent=sent, received=received: dist.all_to_all_single(received, sent)))
+        measured.append(seconds.of(partial(dist.all_to_all_single, received, sent)))
     small, large = (num_bytes * (world_size - 1) / world_size for num_bytes in _MESSAGE_BYTES)
     bandwidth = (large - small) / max(measured[1] - measured[0], 1e-9)
     latency = max(measured[0] - small / bandwidth, 0.0) / math.ceil(math.log2(world_size))
