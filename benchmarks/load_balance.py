@@ -37,7 +37,7 @@ from omn_dist.studies.models import MODELS, load_model
 from omn_dist.studies.study import Setting, study
 
 # (name, width, inner width, layers): small enough for gloo ranks that share two cores.
-MEASURED = (("width 256, 6 layers", 256, 688, 6), ("width 512, 4 layers", 512, 1376, 4))
+MEASURED = (("width 256, 6 layers", 256, 688, 6), ("width 384, 4 layers", 384, 1024, 4))
 
 
 def environment() -> dict[str, Any]:
@@ -158,18 +158,20 @@ def measure_ranks(rank: int, world_size: int, store: str, out: str, num_steps: i
 def run_measure(ranks: list[int], num_steps: int, out: Path | None) -> None:
     """Measured beside predicted, for each number of ranks."""
     results: list[dict[str, Any]] = []
+    print("| model | ranks | measured ms | predicted ms | error, median over steps (quartiles) |\n|---|---|---|---|---|")
     for world_size in ranks:
         with tempfile.TemporaryDirectory() as folder:
             arguments = (world_size, f"{folder}/store", f"{folder}/result", num_steps)
             multiprocessing.spawn(measure_ranks, args=arguments, nprocs=world_size)  # type: ignore[no-untyped-call]
-            results += json.loads(Path(f"{folder}/result").read_text())
-    print("| model | ranks | measured ms | predicted ms | error, median over steps (quartiles) |\n|---|---|---|---|---|")
-    for result in results:
-        low, high = result["error_quartiles"]
-        print(
-            f"| {result['model']} | {result['ranks']} | {result['measured_ms']:.0f} | {result['predicted_ms']:.0f} | "
-            f"{result['error']:+.1%} ({low:+.1%} .. {high:+.1%}) |"
-        )
+            found = json.loads(Path(f"{folder}/result").read_text())
+        results += found
+        for result in found:
+            low, high = result["error_quartiles"]
+            print(
+                f"| {result['model']} | {result['ranks']} | {result['measured_ms']:.0f} | {result['predicted_ms']:.0f} | "
+                f"{result['error']:+.1%} ({low:+.1%} .. {high:+.1%}) |",
+                flush=True,
+            )
     if out is not None:
         out.write_text(json.dumps({"environment": environment(), "results": results}, indent=1) + "\n")
 

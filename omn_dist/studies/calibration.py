@@ -19,7 +19,8 @@ from omn_dist.plan.devices import Device, Topology
 
 _STEPS = 5
 # (rows, columns) of matrices to orthogonalise: short sides from where launches count to where products do.
-_SHAPES = ((128, 256), (256, 512), (512, 512), (512, 1024))
+_CPU_SHAPES = ((96, 192), (192, 384), (256, 688), (384, 768))
+_GPU_SHAPES = ((256, 512), (512, 1024), (1024, 2048), (2048, 5504))
 _ELEMENTS = 1 << 22
 _MESSAGE_BYTES = (1 << 12, 1 << 22)
 
@@ -106,10 +107,11 @@ def _products(device: torch.device, seconds: _Stopwatch, blank: Device, itemsize
     """
     generator = torch.Generator(device="cpu").manual_seed(0)
     inverse_side, inverse_rate = [], []
-    for shape in _SHAPES:
+    shapes = _CPU_SHAPES if device.type == "cpu" else _GPU_SHAPES
+    for shape in shapes:
         direction = torch.randn(shape, generator=generator).to(device)
         # As many as make a measurement of milliseconds.
-        count = max(1, 512 * 1024 // direction.numel())
+        count = max(1, shapes[-1][0] * shapes[-1][1] // direction.numel())
         recipe: RecipeName = "omn" if itemsize == 4 else "torch"
         measured = seconds.of(partial(_several, direction, recipe, count)) / count
         rest = measured - newton_schulz_seconds(*shape, _STEPS, blank, itemsize)
