@@ -9,6 +9,10 @@ set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
+if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
+    sed -n '2,/^set /{/^set /d; s/^# \{0,1\}//; p}' "${BASH_SOURCE[0]}"
+    exit
+fi
 config="$REPOSITORY/configs/omn_tiny.yaml"
 if [[ $# -gt 0 && "$1" != *=* ]]; then
     config="$1"

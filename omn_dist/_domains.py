@@ -9,13 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from omn_dist.algorithms.newton_schulz import recipe_by_name
+from omn_dist.algorithms.newton_schulz import group_recipe
+from omn_dist.algorithms.row_numbers import MATRIX_ALGORITHMS
+from omn_dist.algorithms.vector import vector_segments
 from omn_dist.exchange.pipeline import Pipeline
 from omn_dist.exchange.transport import all_gather_single
+from omn_dist.plan.layout import Layout, Piece
 from omn_dist.plan.matrix import Matrix
 from omn_dist.plan.ownership import Plan, plan_matrices
-from omn_dist.plan.placement import placed
+from omn_dist.plan.placement import Copies, placed
 from omn_dist.plan.traffic import Transport
+from omn_dist.plan.views import View, matrices_of
 
 Member = tuple[Tensor, dict[str, Any]]
 """A parameter and its group."""
@@ -70,6 +74,7 @@ def build_domains(
     transport: Transport,
     shared: SharedGroups,
     owners: Mapping[str, int],
+    copies: Copies,
 ) -> list[Domain]:
     """The domains of the matrix groups. Collective over each domain's ranks, which compare their plans.
 
@@ -80,17 +85,20 @@ def build_domains(
     replicas = tuple(dist.get_process_group_ranks(shared.replicas)) if shared.replicas is not None else ()
     by_ranks: dict[tuple[int, ...], tuple[list[Matrix], dict[str, Member]]] = {}
     for group in groups:
-        num_steps = recipe_by_name(group["newton_schulz"]).schedule.num_steps
+        view = View.from_group(group)
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
-            place = placed(name, parameter, replicas)
+            place = placed(name, parameter, replicas, copies)
             matrices, members = by_ranks.setdefault(place.ranks, ([], {}))
             if name in members:
                 raise ValueError(f"parameter {name}: two parameters of this name, expected unique param_names")
-            matrices.append(Matrix.whole(name, place.layout, num_steps))
+            matrices.extend(_worked(name, view, place.layout, group))
             members[name] = (parameter, group)
-    unknown = sorted(set(owners) - {name for _, members in by_ranks.values() for name in members})
+    unknown = sorted(set(owners) - {matrix.name for matrices, _ in by_ranks.values() for matrix in matrices})
     if unknown:
-        raise ValueError(f"owners: {unknown[0]!r} is no matrix of this optimizer, expected names of Muon parameters")
+        raise ValueError(
+            f"owners: {unknown[0]!r} is no matrix of this optimizer, expected names of Muon parameters, with the part in brackets "
+            "where a view splits one"
+        )
     dtype = _wire_dtype(wire, groups)
     # In one order on all ranks, those with most to do first, so that AdamW runs beside their first gather.
     return [
@@ -116,7 +124,7 @@ def _build(
         wave_bytes=wave_bytes,
         wire_itemsize=dtype.itemsize,
         transport=transport,
-        owners=[owners[matrix.name] for matrix in matrices] if owners else None,
+        owners=[owners[matrix.parameter_name] for matrix in matrices] if owners else None,
     )
     if not ranks and dist.is_initialized() and dist.get_world_size() > 1:
         warnings.warn(
@@ -155,9 +163,30 @@ def compare_plans(plan: Plan, group: dist.ProcessGroup, device: torch.device) ->
         )
 
 
+def _worked(name: str, view: View | None, layout: Layout, group: Mapping[str, Any]) -> list[Matrix]:
+    """What is moved and worked on of one parameter: its matrices, or the segments of a vector."""
+    if group["algorithm"] != "vector":
+        recipe = group_recipe(group)
+        matrices = matrices_of(name, view, layout, recipe.schedule.num_steps)
+        return [matrix.worked_by(group["algorithm"], recipe) for matrix in matrices]
+    segments = vector_segments(name, layout.num_columns, group["segments"])
+    return [
+        Matrix(
+            f"{name}[{segment.start}:{segment.stop}]",
+            name,
+            1,
+            segment.stop - segment.start,
+            (Piece(0, segment.start, 1, segment.stop - segment.start, 0, 0),),
+            layout,
+            0,
+        )
+        for segment in segments
+    ]
+
+
 def _wire_dtype(wire: str, groups: Sequence[Mapping[str, Any]]) -> torch.dtype:
-    """bf16 loses nothing exactly when every Newton-Schulz casts to it before it normalises."""
+    """bf16 loses nothing exactly when every Newton-Schulz casts to it before it normalises. Vectors take the wire that is there."""
     if wire != "auto":
         return torch.float32 if wire == "float32" else torch.bfloat16
-    dtypes = {recipe_by_name(group["newton_schulz"]).dtype for group in groups}
+    dtypes = {group_recipe(group).input_dtype for group in groups if group["algorithm"] in MATRIX_ALGORITHMS}
     return dtypes.pop() if len(dtypes) == 1 else torch.float32

@@ -1,7 +1,7 @@
 """One step's view of the parameters: what is read from groups and gradients, and what is written to shards."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,11 +10,17 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from omn_dist._domains import Member
-from omn_dist.algorithms import muon
+from omn_dist._row_moment import RowMoment
+from omn_dist.algorithms import muon, normuon, vector
 from omn_dist.algorithms.adamw import adamw_update
-from omn_dist.algorithms.muon import MuonSettings
+from omn_dist.algorithms.muon import MuonSettings, UpdateSettings
+from omn_dist.algorithms.newton_schulz import group_recipe
+from omn_dist.algorithms.normuon import NorMuonSettings
+from omn_dist.algorithms.vector import VectorSettings, vector_segments
+from omn_dist.exchange.numbers import Returned, StackNumbers
 from omn_dist.exchange.pipeline import Place
 from omn_dist.plan.layout import Segment
+from omn_dist.plan.matrix import Matrix
 from omn_dist.plan.ownership import Plan
 from omn_dist.plan.placement import as_matrix, local_tensor
 
@@ -53,9 +59,13 @@ class _Shard:
     """The local part of one parameter, as matrices."""
 
     parameter: Tensor
+    """What the step acts on: the fp32 master where there is one."""
+    rounded: Tensor | None
+    """The half-precision parameter that follows its master."""
     momentum: Tensor
     gradient: Tensor | None
-    settings: MuonSettings
+    settings: UpdateSettings
+    row_moment: RowMoment | None
 
 
 class MatrixStep:
@@ -72,18 +82,22 @@ class MatrixStep:
     ) -> None:
         self._plan = plan
         self._deterministic = deterministic
-        settings_by_group: dict[int, MuonSettings] = {}
+        settings_by_group: dict[int, UpdateSettings] = {}
         by_name: dict[str, _Shard] = {}
         for name, (parameter, group) in members.items():
-            settings = settings_by_group.setdefault(id(group), _muon_settings(group))
+            settings = settings_by_group.setdefault(id(group), _settings(group))
             gradient = gradients[parameter]
+            master = state[parameter].get("master")
+            local = as_matrix(local_tensor(parameter.detach()))
             by_name[name] = _Shard(
-                as_matrix(local_tensor(parameter)),
+                local if master is None else as_matrix(local_tensor(master)),
+                None if master is None else local,
                 as_matrix(local_tensor(state[parameter]["momentum_buffer"])),
                 None if gradient is None else as_matrix(gradient),
                 settings,
+                RowMoment.of_state(parameter, state[parameter], group),
             )
-        self._shards = [by_name[matrix.parameter_name] for matrix in plan.matrices]
+        self._shards = [_of_matrix(by_name[matrix.parameter_name], members, matrix) for matrix in plan.matrices]
         self._presences: list[Tensor] = []
 
     def saw_gradient(self) -> bool:
@@ -93,43 +107,88 @@ class MatrixStep:
     def has_gradient(self, matrix: int) -> bool:
         return self._shards[matrix].gradient is not None
 
-    def prepare(self, places: Sequence[Place], directions: Sequence[Tensor]) -> None:
-        for (matrix, segment), target in zip(places, directions, strict=True):
+    def prepare(self, places: Sequence[Place], directions: Sequence[Tensor], numbers: Sequence[Tensor]) -> None:
+        for (matrix, segment), target, rows in zip(places, directions, numbers, strict=True):
             shard = self._shards[matrix]
             target.copy_(muon.prepare(_gradient(shard, segment), _local(shard.momentum, segment), shard.settings))
+            if shard.row_moment is not None:
+                rows[0].copy_(shard.row_moment.rows(segment))
 
-    def transform(self, matrices: Sequence[int], stack: Tensor) -> None:
+    def transform(self, matrices: Sequence[int], stack: Tensor, numbers: Sequence[StackNumbers]) -> None:
         # Matrices of one shape may belong to groups with different settings.
         settings = [self._shards[matrix].settings for matrix in matrices]
         start = 0
         for stop in range(1, len(matrices) + 1):
             if stop == len(matrices) or settings[stop] != settings[start]:
-                self._transform(self._plan.matrices[matrices[start]].transposed, settings[start], stack[start:stop])
+                transposed = self._plan.matrices[matrices[start]].transposed
+                self._transform(transposed, settings[start], stack[start:stop], numbers[start:stop])
                 start = stop
 
-    def _transform(self, transposed: bool, settings: MuonSettings, stack: Tensor) -> None:
+    def _transform(self, transposed: bool, settings: UpdateSettings, stack: Tensor, numbers: Sequence[StackNumbers]) -> None:
+        if isinstance(settings, VectorSettings):
+            stack.copy_(vector.transform(stack, settings))
+            return
+        assert isinstance(settings, MuonSettings), "every other algorithm is a kind of Muon"
         directions = stack.mT.contiguous() if transposed else stack
         for target, update in zip(stack, muon.transform(directions, settings, deterministic=self._deterministic), strict=True):
             target.copy_(update.T if transposed else update)
+        if isinstance(settings, NorMuonSettings):
+            # Of the updates as they travel: what the wire rounds is what the shards normalise.
+            for update, (received, returned) in zip(stack, numbers, strict=True):
+                moment, factor = normuon.row_statistics(update.T if transposed else update, received[0], settings)
+                returned.rows[0].copy_(moment)
+                returned.scalars[0].copy_(factor)
 
-    def apply(self, places: Sequence[Place], updates: Sequence[Tensor], present: Sequence[Tensor | None]) -> None:
-        for (matrix, segment), update, flag in zip(places, updates, present, strict=True):
-            shard, whole = self._shards[matrix], self._plan.matrices[matrix]
-            parameter, momentum = _local(shard.parameter, segment), _local(shard.momentum, segment)
-            before = None if flag is None else (parameter.clone(), momentum.clone())
-            muon.apply(
+    def apply(
+        self,
+        places: Sequence[Place],
+        updates: Sequence[Tensor],
+        present: Sequence[Tensor | None],
+        returned: Sequence[Returned],
+    ) -> None:
+        for place, update, flag, numbers in zip(places, updates, present, returned, strict=True):
+            shard, segment = self._shards[place.matrix], place.segment
+            changed = [_local(shard.parameter, segment), _local(shard.momentum, segment)]
+            if shard.row_moment is not None:
+                changed.append(shard.row_moment.rows(segment))
+            before = None if flag is None else [tensor.clone() for tensor in changed]
+            self._apply(place, update, numbers, changed)
+            if flag is not None and before is not None:
+                self._presences.append(flag.clone())
+                for tensor, old in zip(changed, before, strict=True):
+                    tensor.copy_(torch.where(flag > 0, tensor, old))
+            if shard.rounded is not None:
+                _local(shard.rounded, segment).copy_(changed[0])
+
+    def _apply(self, place: Place, update: Tensor, numbers: Returned, changed: Sequence[Tensor]) -> None:
+        shard, whole = self._shards[place.matrix], self._plan.matrices[place.matrix]
+        gradient = _gradient(shard, place.segment)
+        if isinstance(shard.settings, NorMuonSettings):
+            parameter, momentum, row_moment = changed
+            normuon.apply(
                 parameter,
-                _gradient(shard, segment),
+                gradient,
                 momentum,
+                row_moment,
                 update,
+                numbers.rows[0],
+                numbers.scalars[0],
                 shard.settings,
                 num_rows=whole.num_rows,
                 num_columns=whole.num_columns,
+                transposed=whole.transposed,
             )
-            if flag is not None and before is not None:
-                self._presences.append(flag.clone())
-                for tensor, old in zip((parameter, momentum), before, strict=True):
-                    tensor.copy_(torch.where(flag > 0, tensor, old))
+            return
+        parameter, momentum = changed
+        muon.apply(
+            parameter,
+            gradient,
+            momentum,
+            update,
+            shard.settings,
+            num_rows=whole.num_rows,
+            num_columns=whole.num_columns,
+        )
 
 
 class AdamWStep:
@@ -151,9 +210,15 @@ class AdamWStep:
             for group in self._groups:
                 present = [parameter for parameter in group["params"] if self._gradients[parameter] is not None]
                 states = [self._state[parameter] for parameter in present]
+                masters = [state.get("master") for state in states]
+                stepped = [
+                    local_tensor(parameter.detach() if master is None else master)
+                    for parameter, master in zip(present, masters, strict=True)
+                ]
+                gradients = [gradient for parameter in present if (gradient := self._gradients[parameter]) is not None]
                 adamw_update(
-                    [local_tensor(parameter) for parameter in present],
-                    [gradient for parameter in present if (gradient := self._gradients[parameter]) is not None],
+                    stepped,
+                    [gradient.to(target.dtype) for gradient, target in zip(gradients, stepped, strict=True)],
                     [local_tensor(state["exp_avg"]) for state in states],
                     [local_tensor(state["exp_avg_sq"]) for state in states],
                     [state["step"] for state in states],
@@ -162,18 +227,36 @@ class AdamWStep:
                     epsilon=group["eps"],
                     weight_decay=group["weight_decay"],
                 )
+                for parameter, master, local in zip(present, masters, stepped, strict=True):
+                    if master is not None:
+                        local_tensor(parameter.detach()).copy_(local)
 
 
-def _muon_settings(group: Mapping[str, Any]) -> MuonSettings:
-    return MuonSettings(
-        lr=float(group["lr"]),
-        weight_decay=group["weight_decay"],
-        momentum=group["momentum"],
-        momentum_rule=group["momentum_rule"],
-        nesterov=group["nesterov"],
-        newton_schulz=group["newton_schulz"],
-        scale=group["scale"],
-    )
+def _settings(group: Mapping[str, Any]) -> UpdateSettings:
+    """What a group says at this step, in the settings class of its algorithm."""
+
+    def fields(*names: str) -> dict[str, Any]:
+        return {name: group[name] for name in names}
+
+    common = {"lr": float(group["lr"]), **fields("weight_decay", "momentum", "momentum_rule", "nesterov", "cautious_decay")}
+    if group["algorithm"] == "vector":
+        return VectorSettings(**common, scale="1", length=1.0)
+    common |= {"recipe": group_recipe(group), **fields("scale", "spectral_cap", "stable_rank_floor")}
+    if group["algorithm"] == "normuon":
+        return NorMuonSettings(**common, **fields("row_beta", "row_epsilon", "rescale"))
+    return MuonSettings(**common)
+
+
+def _of_matrix(shard: _Shard, members: Mapping[str, Member], matrix: Matrix) -> _Shard:
+    """The shard as one matrix sees it: a segment of a vector has settings of its own."""
+    settings = shard.settings
+    if not isinstance(settings, VectorSettings):
+        return shard
+    name, start = matrix.parameter_name, matrix.region[0].column
+    segments = vector_segments(name, matrix.layout.num_columns, members[name][1]["segments"])
+    segment = next(segment for segment in segments if segment.start == start)
+    decay = settings.weight_decay if segment.has_decay else 0.0
+    return replace(shard, settings=replace(settings, length=segment.scale, weight_decay=decay))
 
 
 def _local(local: Tensor, segment: Segment) -> Tensor:

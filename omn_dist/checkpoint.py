@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from omn_dist._grouping import group_description
 from omn_dist.settings import SettingsError
 
 StateByName = dict[str, dict[str, Tensor]]
@@ -51,9 +52,13 @@ def optimizer_state_by_name(optimizer: torch.optim.Optimizer) -> StateByName:
 def describe_groups(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
     """What decides the meaning of each parameter's state, by parameter name; JSON-able, goes into a checkpoint."""
     return {
-        name: {"algorithm": group["algorithm"], "weight_decay": float(group["weight_decay"])}
+        name: {
+            **group_description(group),
+            "weight_decay": float(group["weight_decay"]),
+            "shape": list(parameter.shape),
+        }
         for group in optimizer.param_groups
-        for name in group["param_names"]
+        for name, parameter in zip(group["param_names"], group["params"], strict=True)
     }
 
 
@@ -75,11 +80,11 @@ def check_groups(saved: Mapping[str, Mapping[str, Any]], optimizer: torch.optim.
                 f"optimizer: parameter {name!r} of this run is not in the checkpoint; load it into the model and the "
                 "grouping it was saved from"
             )
-        for field, value in built[name].items():
-            if saved[name].get(field) != value:
+        for field in dict.fromkeys((*built[name], *saved[name])):
+            if saved[name].get(field) != built[name].get(field):
                 raise SettingsError(
                     f"optimizer: {field} of parameter {name!r} is {saved[name].get(field)!r} in the checkpoint and "
-                    f"{value!r} in this run; use the grouping it was saved from"
+                    f"{built[name].get(field)!r} in this run; use the grouping it was saved from"
                 )
 
 

@@ -1,6 +1,7 @@
 """DualOptimizer: the thin shell that joins groups, plan, pipeline and update rules into a ``torch.optim.Optimizer``."""
 
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, overload
 
@@ -10,17 +11,38 @@ from torch import Tensor
 from typing_extensions import override
 
 from omn_dist._domains import Domain, SharedGroups, build_domains
+from omn_dist._grouping import MATRIX_GROUP_FIELDS, check_saved_groups, complete_view
+from omn_dist._row_moment import STATE_KEY as ROW_MOMENT
+from omn_dist._row_moment import row_moment_like
+from omn_dist._rows import Rows, RowsStep, build_rows
 from omn_dist._step import AdamWStep, MatrixStep, checked_gradient
+from omn_dist.algorithms.row_numbers import MATRIX_ALGORITHMS
 from omn_dist.plan.ownership import DEFAULT_WAVE_BYTES, Plan
+from omn_dist.plan.placement import Copies
 from omn_dist.plan.traffic import Transport
-from omn_dist.presets import Preset, resolve_preset
+from omn_dist.plan.views import View
+from omn_dist.presets import Preset, check_group, resolve_preset
 from omn_dist.settings import SettingsError, unknown_name
 
 logger = logging.getLogger(__name__)
 
+_MOMENTUM_FIELDS = ("lr", "weight_decay", "momentum", "momentum_rule", "nesterov", "cautious_decay")
+_MUON_FIELDS = (
+    *_MOMENTUM_FIELDS,
+    "newton_schulz",
+    "schedule",
+    "num_steps",
+    "newton_schulz_dtype",
+    "form",
+    "scale",
+    "spectral_cap",
+    "stable_rank_floor",
+)
 _GROUP_FIELDS: dict[str, dict[str, str]] = {
     # Field of a group to the preset's field that fills it.
-    "muon": {name: name for name in ("lr", "weight_decay", "momentum", "momentum_rule", "nesterov", "newton_schulz", "scale")},
+    "muon": {name: name for name in _MUON_FIELDS},
+    "normuon": {name: name for name in (*_MUON_FIELDS, "row_beta", "row_epsilon", "rescale")},
+    "vector": {name: name for name in (*_MOMENTUM_FIELDS, "segments")},
     "adamw": {"lr": "adamw_lr", "betas": "adamw_betas", "eps": "adamw_epsilon", "weight_decay": "adamw_weight_decay"},
 }
 
@@ -33,9 +55,10 @@ class DualOptimizer(torch.optim.Optimizer):
     step are bitwise those of one process that runs the same algorithm on whole tensors.
 
     Args:
-        groups: of ``build_parameter_groups``, or your own dictionaries with ``params``, ``algorithm`` (``"muon"`` or
-            ``"adamw"``) and, if you like, ``param_names`` and any field of the algorithm.
-        preset: ``"omn"``, ``"torch"`` or a :class:`~omn_dist.presets.Preset`.
+        groups: of ``build_parameter_groups``, or your own dictionaries with ``params``, ``algorithm`` and, if you like,
+            ``param_names`` and any field of the algorithm. ``"muon"`` are matrices for the preset's matrix algorithm;
+            ``"normuon"``, ``"adamw"`` and ``"vector"`` (parameters with one dim) are those, whatever the preset.
+        preset: a name of ``PRESETS`` or a :class:`~omn_dist.presets.Preset`.
         wave_bytes: byte budget of one slot of the pipeline and of the stack of whole matrices, per rank.
         transport: ``"all_to_all"``, or ``"all_gather"`` for fabrics without a good all-to-all. The same on all ranks.
         process_group: ranks that hold equal copies of the *plain* tensors among the matrices (DDP): they then share the work.
@@ -43,6 +66,10 @@ class DualOptimizer(torch.optim.Optimizer):
         owners: owner rank of each matrix by parameter name, instead of the planner's choice.
         deterministic: orthogonalise one matrix after the other, so that bits do not depend on which matrices share an owner.
             Without it matrices of one shape go through one batched call, which is faster, and on some devices rounds otherwise.
+        copies: ranks with equal copies of a DTensor (HSDP) ``"share"`` its matrices, each update crossing to the other copies
+            once, or ``"repeat"`` the work in every copy with no traffic between them.
+        master_weights: keep an fp32 copy of every half-precision parameter in the state (key ``master``), step on that, and
+            round it to the parameter. Without it steps below the parameter's precision are lost; a warning says so.
         overrides: fields of the preset.
 
     A parameter without a gradient on any rank is left bit-identical, state included. A matrix whose gradient is present on some
@@ -66,6 +93,8 @@ class DualOptimizer(torch.optim.Optimizer):
         process_group: dist.ProcessGroup | None = None,
         owners: Mapping[str, int] | None = None,
         deterministic: bool = True,
+        copies: Copies = "share",
+        master_weights: bool = False,
         **overrides: Any,
     ) -> None:
         self._preset = resolve_preset(preset, overrides)
@@ -73,10 +102,15 @@ class DualOptimizer(torch.optim.Optimizer):
             raise ValueError(unknown_name("transport", transport, ("all_to_all", "all_gather")))
         self._wave_bytes = wave_bytes
         self._deterministic = deterministic
+        if copies not in ("share", "repeat"):
+            raise ValueError(unknown_name("choice of copies", copies, ("share", "repeat")))
+        self._copies: Copies = copies
+        self._master_weights = master_weights
         self._transport: Transport = transport
         self._owners = dict(owners or {})
         self._shared = SharedGroups(process_group)
         self._domains: list[Domain] | None = None
+        self._rows: list[Rows] = []
         given = [dict(group) for group in groups]
         if not given:
             raise ValueError("groups: found none, expected those of build_parameter_groups(model)")
@@ -110,12 +144,13 @@ class DualOptimizer(torch.optim.Optimizer):
         super().add_param_group(group)
         try:
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
-                self._check_parameter(name, parameter, group["algorithm"])
+                self._check_parameter(name, parameter, group)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
-        for parameter in group["params"]:
-            self._allocate_state(parameter, group["algorithm"])
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            self._allocate_state(name, parameter, group)
+        self._warn_of_half_precision(group)
         if self._domains is not None:
             self._domains = self._build_domains()
 
@@ -152,10 +187,16 @@ class DualOptimizer(torch.optim.Optimizer):
         steps = [
             MatrixStep(domain.plan, domain.members, self.state, gradients, deterministic=self._deterministic) for domain in domains
         ]
-        if not domains:
+        rows = RowsStep(self._rows, self.state, gradients)
+
+        def run_local() -> None:
             adamw.run()
+            rows.run()
+
+        if not domains:
+            run_local()
         for number, (domain, step) in enumerate(zip(domains, steps, strict=True)):
-            domain.pipeline.run(step, adamw.run if number == 0 else lambda: None)
+            domain.pipeline.run(step, run_local if number == 0 else lambda: None)
         if all(gradient is None for gradient in gradients.values()) and not any(step.saw_gradient() for step in steps):
             raise RuntimeError(
                 f"step: found no gradient on any of {len(gradients)} parameters, expected a backward before it; if there was one, "
@@ -168,12 +209,9 @@ class DualOptimizer(torch.optim.Optimizer):
         """Load a ``state_dict`` of an optimizer with the same groups; state keeps the dtypes that it was saved with.
 
         Raises:
-            ValueError: the saved groups hold other parameters, named with their group.
+            ValueError: the saved groups hold other parameters, shapes, algorithms or views; the first difference is named.
         """
-        for number, (saved, built) in enumerate(zip(state_dict["param_groups"], self.param_groups, strict=False)):
-            for field in ("algorithm", "param_names"):
-                if field in saved and saved[field] != built[field]:
-                    raise ValueError(_difference(number, field, saved[field], built[field]))
+        check_saved_groups(state_dict["param_groups"], self.param_groups)
         super().load_state_dict(state_dict)
         identities = [identity for group in state_dict["param_groups"] for identity in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -187,8 +225,17 @@ class DualOptimizer(torch.optim.Optimizer):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_preset", "_wave_bytes", "_deterministic", "_transport", "_owners", "_shared")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}, "_domains": None}
+        own = (
+            "_preset",
+            "_wave_bytes",
+            "_deterministic",
+            "_copies",
+            "_master_weights",
+            "_transport",
+            "_owners",
+            "_shared",
+        )
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}, "_domains": None, "_rows": []}
 
     def _built(self) -> list[Domain]:
         if self._domains is None:
@@ -196,13 +243,16 @@ class DualOptimizer(torch.optim.Optimizer):
         return self._domains
 
     def _build_domains(self) -> list[Domain]:
+        matrix_groups = [group for group in self.param_groups if group["algorithm"] in MATRIX_ALGORITHMS]
+        self._rows = build_rows(matrix_groups)
         domains = build_domains(
-            [group for group in self.param_groups if group["algorithm"] == "muon"],
+            [group for group in self.param_groups if group["algorithm"] != "adamw"],
             wire=self._preset.wire,
             wave_bytes=self._wave_bytes,
             transport=self._transport,
             shared=self._shared,
             owners=self._owners,
+            copies=self._copies,
         )
         for domain in domains:
             if not dist.is_initialized() or dist.get_rank() == 0:
@@ -216,10 +266,16 @@ class DualOptimizer(torch.optim.Optimizer):
             if algorithm is None:
                 raise SettingsError("group: found no 'algorithm', expected 'muon' or 'adamw'")
             raise SettingsError(unknown_name("algorithm", str(algorithm), _GROUP_FIELDS))
+        if algorithm == "muon":
+            # Groups say which parameters are matrices; which matrix algorithm that means is the recipe's choice.
+            algorithm = group["algorithm"] = self._preset.algorithm
         fields = _GROUP_FIELDS[algorithm]
+        known = [*fields, "params", "param_names", "param_shapes", "algorithm", "initial_lr"]
+        if algorithm in MATRIX_ALGORITHMS:
+            known.extend(MATRIX_GROUP_FIELDS)
         for key in group:
-            if key not in fields and key not in ("params", "param_names", "algorithm", "initial_lr"):
-                raise SettingsError(unknown_name(f"field of a group on {algorithm}", key, fields))
+            if key not in known:
+                raise SettingsError(unknown_name(f"field of a group on {algorithm}", key, known))
         if isinstance(group["params"], Tensor):
             group["params"] = [group["params"]]
         group["params"] = list(group["params"])
@@ -234,11 +290,18 @@ class DualOptimizer(torch.optim.Optimizer):
             raise SettingsError(
                 f"group: found {len(group['param_names'])} param_names for {len(group['params'])} params, expected one each"
             )
+        if algorithm == "vector":
+            group.setdefault("segments", None)
         for field, source in fields.items():
-            group.setdefault(field, getattr(self._preset, source))
+            if field not in group:
+                group[field] = getattr(self._preset, source)
+        group["param_shapes"] = [tuple(parameter.shape) for parameter in group["params"]]
+        if algorithm in MATRIX_ALGORITHMS:
+            complete_view(group, self._preset)
+        check_group(group)
         return group
 
-    def _check_parameter(self, name: str, parameter: Tensor, algorithm: str) -> None:
+    def _check_parameter(self, name: str, parameter: Tensor, group: Mapping[str, Any]) -> None:
         if parameter.is_meta:
             raise ValueError(
                 f"parameter {name}: found it on the meta device, expected real memory; build the optimizer after to_empty, or use "
@@ -246,30 +309,51 @@ class DualOptimizer(torch.optim.Optimizer):
             )
         if not parameter.is_floating_point():
             raise TypeError(f"parameter {name}: found dtype {parameter.dtype}, expected a real floating one")
-        if algorithm == "muon" and parameter.ndim != 2:
+        if group["algorithm"] == "vector" and parameter.ndim != 1:
             raise ValueError(
-                f"parameter {name}: found shape {tuple(parameter.shape)} in a group on muon, expected a matrix; put it on adamw"
+                f"parameter {name}: found shape {tuple(parameter.shape)} in a group on vector, expected one dim; put it on adamw"
+            )
+        if group["algorithm"] not in MATRIX_ALGORITHMS:
+            return
+        if (view := View.from_group(group)) is not None:
+            view.check(name, parameter.shape)
+        elif parameter.ndim != 2:
+            raise ValueError(
+                f"parameter {name}: found shape {tuple(parameter.shape)} in a group on {group['algorithm']}, expected a matrix; "
+                "put it on adamw or a vector on vector, or give muon_shape for a stack of matrices"
             )
 
-    def _allocate_state(self, parameter: Tensor, algorithm: str) -> None:
-        """Zero state at once: a lazy one would make torch's state-dict helpers run a hidden step."""
+    def _warn_of_half_precision(self, group: dict[str, Any]) -> None:
+        half = [
+            name
+            for name, parameter in zip(group["param_names"], group["params"], strict=True)
+            if parameter.dtype in (torch.bfloat16, torch.float16)
+        ]
+        if half and not self._master_weights:
+            warnings.warn(
+                f"{len(half)} parameters like {half[0]} are in half precision: steps and decay below its resolution are lost; "
+                "keep them in fp32 (with a bf16 forward), or pass master_weights=True",
+                stacklevel=4,
+            )
+
+    def _allocate_state(self, name: str, parameter: Tensor, group: Mapping[str, Any]) -> None:
+        """Zero state at once: a lazy one would make torch's state-dict helpers run a hidden step.
+
+        Rows that AdamW updates inside a matrix parameter have their moments in tensors like the parameter: those reshard like
+        it, and cost two more of its size.
+        """
         state = self.state[parameter]
         if state:
             return
-        if algorithm == "muon":
-            state["momentum_buffer"] = torch.zeros_like(parameter)
-        else:
+        source = parameter.detach()
+        if self._master_weights and source.dtype in (torch.bfloat16, torch.float16):
+            source = state["master"] = source.float()
+        view = View.from_group(group) if group["algorithm"] in MATRIX_ALGORITHMS else None
+        if group["algorithm"] == "normuon":
+            state[ROW_MOMENT] = row_moment_like(name, parameter, group)
+        if group["algorithm"] != "adamw":
+            state["momentum_buffer"] = torch.zeros_like(source)
+        if group["algorithm"] == "adamw" or (view is not None and view.has_adamw_rows):
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if parameter.is_cuda else "cpu")
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
-
-
-def _difference(number: int, field: str, saved: Any, built: Any) -> str:
-    if field == "param_names":
-        only_saved = [name for name in saved if name not in built]
-        only_built = [name for name in built if name not in saved]
-        where = f"only saved: {only_saved[:3]}, only here: {only_built[:3]}"
-        if not only_saved and not only_built:
-            where = "the same names in another order"
-        return f"group {number}: saved with {len(saved)} parameters, found {len(built)} here ({where}); expected the same groups"
-    return f"group {number}: {field} saved as {saved!r}, found {built!r} here; expected the same groups"
+            state["exp_avg"] = torch.zeros_like(source)
+            state["exp_avg_sq"] = torch.zeros_like(source)

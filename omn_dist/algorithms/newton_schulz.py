@@ -1,36 +1,63 @@
-"""Newton-Schulz orthogonalisation of one whole matrix, in the two numeric recipes that people train with."""
+"""Newton-Schulz orthogonalisation of whole matrices: published recipes to the bit, and one that no scale of the input disturbs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from omn_dist.algorithms.coefficients import QUINTIC, Schedule
-from omn_dist.settings import unknown_name
+from omn_dist.algorithms.coefficients import QUINTIC, Coefficients, Schedule, make_schedule
+from omn_dist.algorithms.iteration import FormChoice, chosen_form, gram_form, standard_form
+from omn_dist.settings import SettingsError, unknown_name
 
-RecipeName = Literal["omn", "torch"]
+RecipeName = Literal["omn", "torch", "scaled"]
+DtypeName = Literal["float32", "bfloat16", "float16"]
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType({name: getattr(torch, name) for name in get_args(DtypeName)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How the numbers of one Newton-Schulz call are made: schedule, dtype and guards of the normalisation."""
+    """How the numbers of one Newton-Schulz call are made: schedule, dtypes, guards of the normalisation, form.
+
+    Raises:
+        SettingsError: the Gram form in half precision, see ``form``.
+    """
 
     name: str
     schedule: Schedule
+    input_dtype: torch.dtype
+    """The direction is cast to it before anything else, so it is also the dtype that the wire needs to lose nothing."""
+    normalization_dtype: torch.dtype
+    """The dtype of the division by the norm; norms accumulate in fp32 at least."""
     dtype: torch.dtype
-    """The dtype of the iteration. The direction is cast to it before it is normalised, so it is also the dtype that the
-    wire needs to lose nothing."""
+    """The dtype of the iteration."""
     max_abs_floor: float | None
-    """Divide by the largest absolute element first, clamped from below at this value; ``None`` leaves that out."""
+    """Divide by the largest absolute element first, clamped from below at this value; 0 divides exactly and lets zero be
+    zero; ``None`` leaves the division out."""
     norm_floor: float
     """Guard of the Frobenius norm, see ``norm_guard``."""
     norm_guard: Literal["add", "clamp"]
     """``add``: divide by ``norm + norm_floor``. ``clamp``: divide by ``max(norm, norm_floor)``."""
     restore_dtype: bool
     """Whether the result comes back in the dtype of the direction, or in ``dtype``."""
+    form: FormChoice = "standard"
+    """``standard``; ``gram``, which iterates on the short side's Gram matrix; ``auto``, whichever costs fewer FLOPs for the shape.
+    The Gram form squares the condition number, and in half precision its rounding makes negative eigenvalues that grow by the
+    square of each slope: it is for fp32 only."""
+
+    def __post_init__(self) -> None:
+        if self.form != "standard" and self.dtype != torch.float32:
+            raise SettingsError(
+                f"form: found {self.form!r} with an iteration in {self.dtype}, expected 'standard'; the Gram form needs float32"
+            )
+
+    @property
+    def needs_float32(self) -> bool:
+        """Whether a direction must cross the wire in fp32 to lose nothing."""
+        return self.input_dtype == torch.float32
 
 
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
@@ -38,6 +65,8 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "omn": Recipe(
             name="omn",
             schedule=QUINTIC,
+            input_dtype=torch.float32,
+            normalization_dtype=torch.float32,
             dtype=torch.float32,
             max_abs_floor=1e-7,
             norm_floor=1e-7,
@@ -47,38 +76,94 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "torch": Recipe(
             name="torch",
             schedule=QUINTIC,
+            input_dtype=torch.bfloat16,
+            normalization_dtype=torch.bfloat16,
             dtype=torch.bfloat16,
             max_abs_floor=None,
             norm_floor=1e-7,
             norm_guard="clamp",
             restore_dtype=False,
         ),
+        # After the exact division by the largest element the norm is at least one, or the matrix is zero: the floor of one
+        # changes no other matrix.
+        "scaled": Recipe(
+            name="scaled",
+            schedule=QUINTIC,
+            input_dtype=torch.bfloat16,
+            normalization_dtype=torch.float32,
+            dtype=torch.bfloat16,
+            max_abs_floor=0.0,
+            norm_floor=1.0,
+            norm_guard="clamp",
+            restore_dtype=True,
+        ),
     }
 )
 
 
 def recipe_by_name(name: str) -> Recipe:
-    """The recipe called ``name``; a ``ValueError`` suggests the nearest name."""
+    """The recipe called ``name``; a ``SettingsError`` suggests the nearest name."""
     if name not in RECIPES:
-        raise ValueError(unknown_name("Newton-Schulz recipe", name, RECIPES))
+        raise SettingsError(unknown_name("Newton-Schulz recipe", name, RECIPES))
     return RECIPES[name]
+
+
+@lru_cache(maxsize=256)
+def build_recipe(
+    name: str,
+    schedule: str | tuple[Coefficients, ...] | None = None,
+    num_steps: int | None = None,
+    dtype: str | None = None,
+    form: FormChoice = "standard",
+) -> Recipe:
+    """The recipe ``name`` with another schedule, number of steps, dtype or form; ``None`` keeps what the recipe says.
+
+    Another dtype is that of the iteration; the direction is cast to bf16 first exactly when the iteration is in bf16, and the
+    normalisation is then done in fp32.
+
+    Raises:
+        SettingsError: an unknown name, or parts that do not go together.
+    """
+    recipe = recipe_by_name(name)
+    if schedule is not None or num_steps is not None:
+        recipe = replace(recipe, schedule=make_schedule(recipe.schedule if schedule is None else schedule, num_steps))
+    if dtype is not None:
+        if dtype not in DTYPES:
+            raise SettingsError(unknown_name("Newton-Schulz dtype", dtype, DTYPES))
+        if DTYPES[dtype] != recipe.dtype:
+            recipe = replace(
+                recipe,
+                dtype=DTYPES[dtype],
+                input_dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float32,
+                normalization_dtype=torch.float32,
+            )
+    return replace(recipe, form=form)
+
+
+def group_recipe(group: Mapping[str, Any]) -> Recipe:
+    """The recipe that a parameter group asks for in its fields; see :func:`build_recipe`."""
+    schedule = group["schedule"]
+    if schedule is not None and not isinstance(schedule, str):
+        schedule = tuple(tuple(triple) for triple in schedule)
+    return build_recipe(group["newton_schulz"], schedule, group["num_steps"], group["newton_schulz_dtype"], group["form"])
 
 
 def orthogonalize(direction: Tensor, recipe: RecipeName | Recipe = "omn") -> Tensor:
     """Push all singular values of whole matrices towards one.
 
     ``recipe="torch"`` gives the bits of ``torch.optim.Muon``; ``"omn"`` iterates in fp32 after a division by the largest
-    absolute element (clamped at 1e-7) and by the Frobenius norm. The result is a finite polynomial in the direction: with
-    the quintic schedule singular values land between about 0.5 and 1.2, not at one.
+    absolute element (clamped at 1e-7) and by the Frobenius norm; ``"scaled"`` iterates in bf16 after an exact division by the
+    largest element and one by the norm in fp32, so that every scale of the input gives the direction of scale 1. The result is
+    a finite polynomial in the direction: with the quintic schedule singular values land between about 0.5 and 1.2, not at one.
 
     Args:
         direction: ``[rows, columns]``, or ``[batch, rows, columns]`` for one batched call; any floating dtype, whole (never a
             shard). Not changed.
-        recipe: a name of ``RECIPES`` or a recipe of your own.
+        recipe: a name of ``RECIPES``, or a recipe such as :func:`build_recipe` gives.
 
     Returns:
-        The shape of ``direction``; for ``omn`` in its dtype, for ``torch`` in bf16. A batched call may differ in the last
-        bits from calls on its matrices.
+        The shape of ``direction``, in its dtype; for ``torch`` in the dtype of the iteration. Zero gives zero. A batched call may
+        differ in the last bits from calls on its matrices.
 
     Raises:
         ValueError: neither a matrix nor a batch, or an unknown recipe.
@@ -91,19 +176,25 @@ def orthogonalize(direction: Tensor, recipe: RecipeName | Recipe = "omn") -> Ten
         raise ValueError(f"orthogonalize: found a tensor of shape {tuple(direction.shape)}, expected a matrix or a batch of them")
     if direction.ndim == 3 and not len(direction):
         return direction.to(direction.dtype if recipe.restore_dtype else recipe.dtype)
-    iterate = direction.to(recipe.dtype, copy=True)
-    if recipe.max_abs_floor is not None and iterate.numel():
-        iterate.div_(iterate.abs().amax(dim=(-2, -1), keepdim=True).clamp(min=recipe.max_abs_floor))
     tall = direction.size(-2) > direction.size(-1)
+    iterate = _normalized(direction, recipe, tall)
+    if chosen_form(recipe.form, recipe.schedule, iterate.size(-2), iterate.size(-1)) == "gram":
+        iterate = gram_form(iterate, recipe.schedule)
+    else:
+        iterate = standard_form(iterate, recipe.schedule)
+    if tall:
+        iterate = iterate.mT
+    return iterate.to(direction.dtype) if recipe.restore_dtype else iterate
+
+
+def _normalized(direction: Tensor, recipe: Recipe, tall: bool) -> Tensor:
+    """The direction with its short side as rows and a Frobenius norm of at most one, in the dtype of the iteration; a copy."""
+    iterate = direction.to(recipe.input_dtype, copy=True).to(recipe.normalization_dtype)
+    if recipe.max_abs_floor is not None and iterate.numel():
+        largest = iterate.abs().amax(dim=(-2, -1), keepdim=True)
+        iterate.div_(largest.clamp(min=recipe.max_abs_floor) if recipe.max_abs_floor else torch.where(largest == 0, 1, largest))
     if tall:
         iterate = iterate.mT
     norm = iterate.norm() if iterate.ndim == 2 else torch.linalg.vector_norm(iterate, dim=(-2, -1), keepdim=True)
     iterate.div_(norm + recipe.norm_floor if recipe.norm_guard == "add" else norm.clamp(min=recipe.norm_floor))
-    product = torch.addmm if iterate.ndim == 2 else torch.baddbmm
-    for a, b, c in recipe.schedule.coefficients:
-        gram = iterate @ iterate.mT
-        polynomial = product(gram, gram, gram, beta=b, alpha=c)
-        iterate = product(iterate, polynomial, iterate, beta=a)
-    if tall:
-        iterate = iterate.mT
-    return iterate.to(direction.dtype) if recipe.restore_dtype else iterate
+    return iterate.to(recipe.dtype)

@@ -1,6 +1,6 @@
 """The pipeline of waves: gather(i + 1) and scatter(i - 1) are in flight while wave i is orthogonalised."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -9,9 +9,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from omn_dist.exchange.route import Part, Side, StackGroup, WaveRoute, wave_route
+from omn_dist.exchange.numbers import (
+    Copies,
+    Rectangle,
+    Returned,
+    StackNumbers,
+    copies_in,
+    copies_out,
+    num_stack_numbers,
+    numbers_at,
+    part_numbers,
+    rows_of,
+    stack_numbers,
+)
+from omn_dist.exchange.route import Part, Side, StackGroup, WaveRoute, Way, wave_route
 from omn_dist.exchange.transport import Pending, Traffic, make_transport
 from omn_dist.plan.layout import Segment
+from omn_dist.plan.matrix import FLAG_BYTES, Matrix
 from omn_dist.plan.ownership import Plan
 
 
@@ -23,21 +37,30 @@ class Place(NamedTuple):
 
 
 class MatrixWork(Protocol):
-    """What the pipeline asks of an algorithm, many rectangles or matrices at a time."""
+    """What the pipeline asks of an algorithm, many rectangles or matrices at a time.
+
+    Row numbers are those that the plan's matrices ask for; most ask for none, and theirs are empty tensors.
+    """
 
     def has_gradient(self, matrix: int) -> bool:
         """Whether this rank has a gradient for the parameter of the matrix."""
         ...
 
-    def prepare(self, places: Sequence[Place], directions: Sequence[Tensor]) -> None:
-        """Write the directions of local rectangles; a missing gradient counts as zeros. Changes nothing else."""
+    def prepare(self, places: Sequence[Place], directions: Sequence[Tensor], numbers: Sequence[Tensor]) -> None:
+        """Write the directions and row numbers of local rectangles; a missing gradient counts as zeros. Changes nothing else."""
         ...
 
-    def transform(self, matrices: Sequence[int], stack: Tensor) -> None:
+    def transform(self, matrices: Sequence[int], stack: Tensor, numbers: Sequence[StackNumbers]) -> None:
         """Directions of whole matrices of one shape to their updates, in place: ``[matrices, stored rows, stored columns]``."""
         ...
 
-    def apply(self, places: Sequence[Place], updates: Sequence[Tensor], present: Sequence[Tensor | None]) -> None:
+    def apply(
+        self,
+        places: Sequence[Place],
+        updates: Sequence[Tensor],
+        present: Sequence[Tensor | None],
+        returned: Sequence[Returned],
+    ) -> None:
         """Commit local rectangles.
 
         ``present`` is None where this rank has a gradient itself, else a scalar: 1 where some rank has one, 0 where none
@@ -53,16 +76,27 @@ class _Views:
     buffer: Tensor
     places: list[Place]
     tensors: list[Tensor]
+    numbers: list[Tensor]
+    """Parallel to ``tensors``: the numbers of their rows."""
     flags: dict[int, list[Tensor]]
     """Of each matrix, one scalar a message."""
+    scalars: dict[int, list[Tensor]]
+    """Of each matrix, what follows the flag in each message from its owner."""
+
+    @property
+    def rectangles(self) -> Iterator[Rectangle]:
+        """The numbers with the rectangles that they are about."""
+        for (matrix, segment), numbers in zip(self.places, self.numbers, strict=True):
+            yield matrix, segment, numbers
 
 
 @dataclass(frozen=True)
 class _Stacked:
     """The matrices that this rank owns in a wave."""
 
-    groups: list[tuple[StackGroup, Tensor]]
+    groups: list[tuple[StackGroup, Tensor, list[StackNumbers]]]
     by_matrix: dict[int, Tensor]
+    numbers: dict[int, StackNumbers]
 
 
 @dataclass(frozen=True)
@@ -76,6 +110,13 @@ class _Wave:
     own_places: list[Place]
     own_tensors: list[Tensor]
     """Views of the stack: what does not travel."""
+    own_numbers: list[Tensor]
+    own_returned: list[Returned]
+    received_returned: list[Returned]
+    """Parallel to what ``scatter_received`` holds."""
+    numbers_in: Copies
+    """Row numbers of what travels, into the stack."""
+    numbers_out: Copies
 
 
 class Pipeline:
@@ -98,20 +139,35 @@ class Pipeline:
         scatter_sent = buffer(max((route.scatter.sent.num_bytes for route in routes), default=0))
         scatter_received = buffer(max((route.scatter.received.num_bytes for route in routes), default=0))
         stack = torch.zeros(max((route.num_stack_elements for route in routes), default=0), device=device, dtype=dtype)
-        self._buffers = (gather_sent, gather_received, scatter_sent, scatter_received, stack)
+        numbers = torch.zeros(max((num_stack_numbers(self._owned(route)) for route in routes), default=0), device=device)
+        self._buffers = (gather_sent, gather_received, scatter_sent, scatter_received, stack, numbers)
         self._waves = []
         for route in routes:
-            stacked = self._stack_views(route, stack)
+            stacked = self._stack_views(route, stack, numbers)
+            received = self._views(route.gather.received, gather_received, "gather")
+            sent = self._views(route.scatter.sent, scatter_sent, "scatter")
+            back = self._views(route.scatter.received, scatter_received, "scatter")
+            whole = stacked.numbers
             self._waves.append(
                 _Wave(
                     route,
-                    self._views(route.gather.sent, gather_sent),
-                    self._views(route.gather.received, gather_received),
-                    self._views(route.scatter.sent, scatter_sent),
-                    self._views(route.scatter.received, scatter_received),
+                    self._views(route.gather.sent, gather_sent, "gather"),
+                    received,
+                    sent,
+                    back,
                     stacked,
                     [Place(*own) for own in route.own],
                     [_cut(stacked.by_matrix[matrix], segment) for matrix, segment in route.own],
+                    [rows_of(whole[matrix].received, plan.matrices[matrix], segment) for matrix, segment in route.own],
+                    [
+                        Returned(
+                            rows_of(whole[matrix].returned.rows, plan.matrices[matrix], segment), whole[matrix].returned.scalars
+                        )
+                        for matrix, segment in route.own
+                    ],
+                    [Returned(rows, back.scalars[matrix][0]) for matrix, _, rows in back.rectangles],
+                    copies_in(plan.matrices, whole, received.rectangles),
+                    copies_out(plan.matrices, whole, sent.rectangles, sent.scalars),
                 )
             )
         self._one, self._zero = torch.ones((), device=device), torch.zeros((), device=device)
@@ -158,7 +214,7 @@ class Pipeline:
             for matrix, flags in wave.gather_sent.flags.items():
                 for flag in flags:
                     flag.fill_(work.has_gradient(matrix))
-            work.prepare(wave.gather_sent.places, wave.gather_sent.tensors)
+            work.prepare(wave.gather_sent.places, wave.gather_sent.tensors, wave.gather_sent.numbers)
             return self._transport.gather(number, wave.gather_sent.buffer, wave.gather_received.buffer)
 
     def _unpack(self, number: int, work: MatrixWork) -> dict[int, Tensor]:
@@ -170,7 +226,8 @@ class Pipeline:
                 torch._foreach_copy_(
                     [_cut(wave.stacked.by_matrix[matrix], segment) for matrix, segment in received.places], received.tensors
                 )
-            work.prepare(wave.own_places, wave.own_tensors)
+            wave.numbers_in.run()
+            work.prepare(wave.own_places, wave.own_tensors, wave.own_numbers)
             return {matrix: self._any_gradient(work, matrix, received.flags.get(matrix, [])) for matrix in wave.stacked.by_matrix}
 
     def _any_gradient(self, work: MatrixWork, matrix: int, flags: list[Tensor]) -> Tensor:
@@ -181,8 +238,8 @@ class Pipeline:
 
     def _transform(self, number: int, work: MatrixWork) -> None:
         with record_function(f"omn_dist::orthogonalize({number})"):
-            for group, stack in self._waves[number].stacked.groups:
-                work.transform(group.matrices, stack)
+            for group, stack, numbers in self._waves[number].stacked.groups:
+                work.transform(group.matrices, stack, numbers)
 
     def _launch_scatter(self, number: int, work: MatrixWork, present: dict[int, Tensor]) -> Pending:
         wave = self._waves[number]
@@ -195,6 +252,7 @@ class Pipeline:
                 torch._foreach_copy_(
                     sent.tensors, [_cut(wave.stacked.by_matrix[matrix], segment) for matrix, segment in sent.places]
                 )
+            wave.numbers_out.run()
             return self._transport.scatter(number, sent.buffer, wave.scatter_received.buffer)
 
     def _apply(self, number: int, work: MatrixWork) -> None:
@@ -205,6 +263,7 @@ class Pipeline:
                 received.places,
                 received.tensors,
                 [None if work.has_gradient(matrix) else received.flags[matrix][0] for matrix, _ in received.places],
+                self._waves[number].received_returned,
             )
 
     def _apply_own(self, number: int, work: MatrixWork, present: dict[int, Tensor]) -> None:
@@ -214,28 +273,40 @@ class Pipeline:
                 wave.own_places,
                 wave.own_tensors,
                 [None if work.has_gradient(matrix) else present[matrix] for matrix, _ in wave.own_places],
+                wave.own_returned,
             )
 
-    def _views(self, side: Side, buffer: Tensor) -> _Views:
+    def _views(self, side: Side, buffer: Tensor, way: Way) -> _Views:
         buffer = buffer[: side.num_bytes]
         flags: dict[int, list[Tensor]] = {}
+        scalars: dict[int, list[Tensor]] = {}
         for matrix, offset in side.flags:
-            flags.setdefault(matrix, []).append(buffer[offset : offset + 4].view(torch.float32)[0])
+            flags.setdefault(matrix, []).append(numbers_at(buffer, offset, 1)[0])
+            if way == "scatter":
+                num_scalars = self.plan.matrices[matrix].row_numbers.scalars
+                scalars.setdefault(matrix, []).append(numbers_at(buffer, offset + FLAG_BYTES, num_scalars))
         return _Views(
             buffer,
             [Place(part.matrix, part.segment) for part in side.parts],
             [self._part(buffer, part) for part in side.parts],
+            [part_numbers(buffer, self.plan.matrices[part.matrix], part, way) for part in side.parts],
             flags,
+            scalars,
         )
+
+    def _owned(self, route: WaveRoute) -> list[Matrix]:
+        return [self.plan.matrices[index] for group in route.owned for index in group.matrices]
 
     def _part(self, buffer: Tensor, part: Part) -> Tensor:
         segment = part.segment
         end = part.offset + segment.num_elements * self._dtype.itemsize
         return buffer[part.offset : end].view(self._dtype).view(segment.num_rows, segment.num_columns)
 
-    def _stack_views(self, route: WaveRoute, stack: Tensor) -> _Stacked:
+    def _stack_views(self, route: WaveRoute, stack: Tensor, numbers: Tensor) -> _Stacked:
         groups = []
         by_matrix: dict[int, Tensor] = {}
+        indices = [index for group in route.owned for index in group.matrices]
+        numbers_by_matrix = dict(zip(indices, stack_numbers(self._owned(route), numbers), strict=True))
         for group in route.owned:
             matrix = self.plan.matrices[group.matrices[0]]
             views = stack.as_strided(
@@ -243,9 +314,9 @@ class Pipeline:
                 (group.pitch, matrix.stored_columns, 1),
                 group.offset,
             )
-            groups.append((group, views))
+            groups.append((group, views, [numbers_by_matrix[index] for index in group.matrices]))
             by_matrix.update(zip(group.matrices, views.unbind(), strict=True))
-        return _Stacked(groups, by_matrix)
+        return _Stacked(groups, by_matrix, numbers_by_matrix)
 
 
 def _cut(matrix: Tensor, segment: Segment) -> Tensor:

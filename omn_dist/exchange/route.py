@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+from omn_dist.algorithms.row_numbers import NUMBER_BYTES, RowNumbers
 from omn_dist.plan.layout import Segment
 from omn_dist.plan.matrix import FLAG_BYTES, MESSAGE_ALIGNMENT
 from omn_dist.plan.ownership import Plan
@@ -12,16 +13,24 @@ STACK_ALIGNMENT = 64
 """Bytes. Every matrix starts on a cache line, so that matrix kernels see the alignment of a tensor of its own."""
 
 
+Way = Literal["gather", "scatter"]
+
+
 class Part(NamedTuple):
-    """One rectangle of a matrix in a flat buffer, row-major; the offset is in bytes."""
+    """One rectangle of a matrix in a flat buffer, row-major, and the numbers of its rows; offsets are in bytes."""
 
     matrix: int
     segment: Segment
     offset: int
+    numbers_offset: int
+    """``[numbers a row, rows]`` in fp32, empty for most algorithms."""
 
 
 class Flag(NamedTuple):
-    """The place of one fp32 number that says whether the sender of a message has a gradient for a matrix."""
+    """The place of one fp32 number that says whether the sender of a message has a gradient for a matrix.
+
+    On the way back, the scalars of the matrix's algorithm follow it.
+    """
 
     matrix: int
     offset: int
@@ -87,13 +96,13 @@ def wave_route(plan: Plan, rank: int, wave: tuple[int, ...]) -> WaveRoute:
 
     # What I say of my shards to each owner, and what each rank says of its shards to me.
     gather = Passage(
-        _side(plan, ((rank, of_copy(by_owner[owner], rank) if owner != rank else []) for owner in others)),
-        _side(plan, ((holder, of_copy(mine, holder) if holder != rank else []) for holder in others)),
+        _side(plan, "gather", ((rank, of_copy(by_owner[owner], rank) if owner != rank else []) for owner in others)),
+        _side(plan, "gather", ((holder, of_copy(mine, holder) if holder != rank else []) for holder in others)),
     )
     # What I say to each rank of the matrices that I own, and what each owner says of my shards.
     scatter = Passage(
-        _side(plan, ((holder, mine if holder != rank else []) for holder in others)),
-        _side(plan, ((rank, by_owner[owner] if owner != rank else []) for owner in others)),
+        _side(plan, "scatter", ((holder, mine if holder != rank else []) for holder in others)),
+        _side(plan, "scatter", ((rank, by_owner[owner] if owner != rank else []) for owner in others)),
     )
     return WaveRoute(groups, own, gather, scatter, num_stack_elements)
 
@@ -105,19 +114,20 @@ def _shares_copy(plan: Plan, index: int, rank: int) -> bool:
 
 def _stack(plan: Plan, owned: list[int]) -> tuple[tuple[StackGroup, ...], int]:
     alignment = STACK_ALIGNMENT // plan.wire_itemsize
-    by_shape: dict[tuple[int, int, bool], list[int]] = {}
+    by_shape: dict[tuple[int, int, bool, RowNumbers], list[int]] = {}
     for index in owned:
         matrix = plan.matrices[index]
-        by_shape.setdefault((matrix.stored_rows, matrix.stored_columns, matrix.transposed), []).append(index)
+        key = (matrix.stored_rows, matrix.stored_columns, matrix.transposed, matrix.row_numbers)
+        by_shape.setdefault(key, []).append(index)
     groups, end = [], 0
-    for (num_rows, num_columns, _), indices in by_shape.items():
+    for (num_rows, num_columns, _, _), indices in by_shape.items():
         pitch = -(-num_rows * num_columns // alignment) * alignment
         groups.append(StackGroup(tuple(indices), end, pitch))
         end += pitch * len(indices)
     return tuple(groups), end
 
 
-def _side(plan: Plan, messages: Iterable[tuple[int, list[int]]]) -> Side:
+def _side(plan: Plan, way: Way, messages: Iterable[tuple[int, list[int]]]) -> Side:
     """``messages``: for each rank in turn, whose shards the message is about, and of which matrices."""
     parts, flags, sizes, offset = [], [], [], 0
     for holder, indices in messages:
@@ -126,10 +136,18 @@ def _side(plan: Plan, messages: Iterable[tuple[int, list[int]]]) -> Side:
         for index in spoken_of:
             flags.append(Flag(index, offset))
             offset += FLAG_BYTES
+            if way == "scatter":
+                offset += NUMBER_BYTES * plan.matrices[index].row_numbers.scalars
         for index in spoken_of:
-            for segment in plan.matrices[index].segments(holder):
-                parts.append(Part(index, segment, offset))
+            matrix = plan.matrices[index]
+            per_row = matrix.row_numbers.to_owner if way == "gather" else matrix.row_numbers.to_shards
+            segments = matrix.segments(holder)
+            numbers = offset + sum(segment.num_elements for segment in segments) * plan.wire_itemsize
+            numbers += -numbers % MESSAGE_ALIGNMENT
+            for segment in segments:
+                parts.append(Part(index, segment, offset, numbers))
                 offset += segment.num_elements * plan.wire_itemsize
-            offset += -offset % MESSAGE_ALIGNMENT
+                numbers += NUMBER_BYTES * per_row * matrix.segment_rows(segment)
+            offset = numbers
         sizes.append(offset - start)
     return Side(tuple(parts), tuple(flags), tuple(sizes))

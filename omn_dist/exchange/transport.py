@@ -74,18 +74,21 @@ class Local(WaveTransport):
 class AllToAll(WaveTransport):
     """One uneven all-to-all each way."""
 
-    def __init__(self, routes: Sequence[WaveRoute], group: dist.ProcessGroup) -> None:
+    def __init__(self, plan: Plan, routes: Sequence[WaveRoute], group: dist.ProcessGroup) -> None:
         self.traffic = Traffic()
+        self._moves = plan.moves
         self._routes = routes
         self._group = group
 
     @override
     def gather(self, number: int, sent: Tensor, received: Tensor) -> Pending:
-        return self._exchange(self._routes[number].gather, sent, received)
+        gathers, _ = self._moves[number]
+        return self._exchange(self._routes[number].gather, sent, received) if gathers else Pending()
 
     @override
     def scatter(self, number: int, sent: Tensor, received: Tensor) -> Pending:
-        return self._exchange(self._routes[number].scatter, sent, received)
+        _, scatters = self._moves[number]
+        return self._exchange(self._routes[number].scatter, sent, received) if scatters else Pending()
 
     def _exchange(self, passage: Passage, sent: Tensor, received: Tensor) -> Pending:
         self.traffic.num_collectives += 1
@@ -128,6 +131,8 @@ class AllGather(WaveTransport):
     def gather(self, number: int, sent: Tensor, received: Tensor) -> Pending:
         counts, num_ranks = self._gather_counts[number], len(self._ranks)
         length = int(counts.sum(axis=1).max())
+        if length == 0:
+            return Pending()
         mine, everything = self._mine[:length], self._all[: length * num_ranks]
         mine[: sent.numel()].copy_(sent)
         self.traffic.num_collectives += 1
@@ -186,4 +191,4 @@ def make_transport(
     """The transport that the plan names; ``group`` is ``None`` for a plan of one rank."""
     if group is None:
         return Local()
-    return AllToAll(routes, group) if plan.transport == "all_to_all" else AllGather(plan, rank, group, device)
+    return AllToAll(plan, routes, group) if plan.transport == "all_to_all" else AllGather(plan, rank, group, device)

@@ -228,22 +228,30 @@ class Held(NamedTuple):
     elements: NDArray[np.int64]
     replica: NDArray[np.int64]
     """A number for each copy of the parameter that ranks hold together."""
+    rows: NDArray[np.int64]
+    """Stored rows of all its rectangles together; a row that lies in two of them counts twice."""
+    columns: NDArray[np.int64]
+    """Stored columns, likewise."""
 
 
 @lru_cache(maxsize=4096)
 def held(layout: Layout, region: tuple[Piece, ...]) -> Held:
-    """How many elements of the region each rank holds, and as part of which copy."""
-    by_coordinates: dict[tuple[int, ...], int] = {}
+    """How much of the region each rank holds, and as part of which copy."""
+    by_coordinates: dict[tuple[int, ...], tuple[int, int, int]] = {}
     numbers: dict[tuple[int, ...], int] = {}
-    elements = np.zeros(layout.world_size, dtype=np.int64)
-    replica = np.zeros(layout.world_size, dtype=np.int64)
+    elements, replica, rows, columns = np.zeros((4, layout.world_size), dtype=np.int64)
     for rank in range(layout.world_size):
         coordinates = layout._shard_coordinates(rank)
         if coordinates not in by_coordinates:
             segments = intersect(_pieces(layout, coordinates), region)
-            by_coordinates[coordinates] = sum(segment.num_elements for segment in segments)
-        elements[rank] = by_coordinates[coordinates]
+            by_coordinates[coordinates] = (
+                sum(segment.num_elements for segment in segments),
+                sum(segment.num_rows for segment in segments),
+                sum(segment.num_columns for segment in segments),
+            )
+        elements[rank], rows[rank], columns[rank] = by_coordinates[coordinates]
         replica[rank] = numbers.setdefault(layout.replica(rank), len(numbers))
-    elements.setflags(write=False)
-    replica.setflags(write=False)
-    return Held(elements, replica)
+    found = Held(elements, replica, rows, columns)
+    for array in found:
+        array.setflags(write=False)
+    return found

@@ -1,12 +1,14 @@
 """The unit that is orthogonalised: one linear operator, as a region of a stored parameter."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from omn_dist.plan.cost import newton_schulz_flops
+from omn_dist.algorithms.newton_schulz import Recipe
+from omn_dist.algorithms.row_numbers import NO_NUMBERS, NUMBER_BYTES, ROW_NUMBERS, RowNumbers
+from omn_dist.plan.cost import CostForm, cost_form, newton_schulz_flops
 from omn_dist.plan.layout import Held, Layout, Piece, Segment, held, intersect
 
 FLAG_BYTES = 4
@@ -30,6 +32,10 @@ class Matrix:
     """Newton-Schulz iterations, for the cost."""
     transposed: bool = False
     """Whether the operator is the transpose of what is stored (inputs in rows, as in GPT-2's Conv1D)."""
+    form: CostForm = "standard"
+    """Form of Newton-Schulz, for the cost."""
+    row_numbers: RowNumbers = NO_NUMBERS
+    """Numbers of its algorithm that ride on its messages."""
 
     @classmethod
     def whole(cls, name: str, layout: Layout, num_steps: int) -> Self:
@@ -37,6 +43,17 @@ class Matrix:
         num_rows, num_columns = layout.shape
         region = (Piece(0, 0, num_rows, num_columns, 0, 0),)
         return cls(name, name, num_rows, num_columns, region, layout, num_steps)
+
+    def worked_by(self, algorithm: str, recipe: Recipe) -> Self:
+        """This matrix with the cost and the message numbers of an algorithm and its Newton-Schulz."""
+        form = cost_form(recipe, self.stored_rows, self.stored_columns)
+        return replace(self, num_steps=recipe.schedule.num_steps, form=form, row_numbers=ROW_NUMBERS[algorithm])
+
+    @property
+    def work(self) -> str:
+        """What its owner does, in words, for the plan's description."""
+        numbers = f", row numbers {list(self.row_numbers)}" if any(self.row_numbers) else ""
+        return f"{self.num_steps} steps{'' if self.form == 'standard' else f' ({self.form})'}{numbers}"
 
     @property
     def num_rows(self) -> int:
@@ -56,11 +73,21 @@ class Matrix:
     @property
     def flops(self) -> int:
         """Estimated FLOPs of its Newton-Schulz at the owner."""
-        return newton_schulz_flops(self.stored_rows, self.stored_columns, self.num_steps)
+        return newton_schulz_flops(self.stored_rows, self.stored_columns, self.num_steps, self.form)
 
     def segments(self, rank: int) -> tuple[Segment, ...]:
         """The rectangles of this matrix that ``rank`` holds."""
         return intersect(self.layout.pieces(rank), self.region)
+
+    def segment_rows(self, segment: Segment) -> int:
+        """Rows of the operator in a rectangle."""
+        return segment.num_columns if self.transposed else segment.num_rows
+
+    @property
+    def stack_number_bytes(self) -> int:
+        """Bytes of the row numbers of the whole matrix at its owner, both ways together."""
+        numbers = self.row_numbers
+        return NUMBER_BYTES * ((numbers.to_owner + numbers.to_shards) * self.num_rows + numbers.scalars)
 
     @property
     def held(self) -> Held:
@@ -73,20 +100,26 @@ class Matrix:
         return tuple(int(rank) for rank in whole) if len(whole) else tuple(range(self.layout.world_size))
 
     def gather_bytes(self, owner: int, wire_itemsize: int) -> NDArray[np.int64]:
-        """``[world_size]``: bytes that each rank sends to the owner: its part and a flag.
+        """``[world_size]``: bytes that each rank sends to the owner: its part, a flag and the row numbers of its part.
 
         Only the owner's own copy of the parameter is gathered.
         """
-        elements, replica = self.held
-        return _message_bytes(np.where(replica == replica[owner], elements, 0), owner, wire_itemsize)
+        held = self.held
+        elements = np.where(held.replica == held.replica[owner], held.elements, 0)
+        return _message_bytes(elements, self.row_numbers.to_owner * self._rows_held, owner, wire_itemsize)
 
     def scatter_bytes(self, owner: int, wire_itemsize: int) -> NDArray[np.int64]:
         """``[world_size]``: bytes that the owner sends back to each rank, of all copies."""
-        return _message_bytes(self.held.elements, owner, wire_itemsize)
+        numbers = self.row_numbers.to_shards * self._rows_held + self.row_numbers.scalars
+        return _message_bytes(self.held.elements, numbers, owner, wire_itemsize)
+
+    @property
+    def _rows_held(self) -> NDArray[np.int64]:
+        return self.held.columns if self.transposed else self.held.rows
 
 
-def _message_bytes(elements: NDArray[np.int64], owner: int, wire_itemsize: int) -> NDArray[np.int64]:
+def _message_bytes(elements: NDArray[np.int64], numbers: NDArray[np.int64], owner: int, wire_itemsize: int) -> NDArray[np.int64]:
     payload = -(-elements * wire_itemsize // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT
-    message: NDArray[np.int64] = np.where(elements > 0, payload + FLAG_BYTES, 0)
+    message: NDArray[np.int64] = np.where(elements > 0, payload + FLAG_BYTES + NUMBER_BYTES * numbers, 0)
     message[owner] = 0
     return message

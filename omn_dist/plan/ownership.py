@@ -16,7 +16,8 @@ from omn_dist.plan.layout import SHARD_ROWS, Layout
 from omn_dist.plan.matrix import Matrix
 from omn_dist.plan.strategies import Strategy, owners_by
 from omn_dist.plan.tally import StepTraffic, Tally
-from omn_dist.plan.traffic import Counts, Transport, bytes_sent
+from omn_dist.plan.traffic import Counts, Transport, bytes_sent, message_bytes
+from omn_dist.plan.views import View, matrices_of
 from omn_dist.plan.waves import assign_waves, lockstep_makespan
 
 DEFAULT_WAVE_BYTES = 64 * 2**20
@@ -60,7 +61,7 @@ class Plan:
             f"matrix {matrix.name}: {matrix.num_rows} x {matrix.num_columns} of parameter {matrix.parameter_name} "
             f"{list(matrix.layout.shape)}, transposed {matrix.transposed}, region {[list(piece) for piece in matrix.region]}, "
             f"mesh {list(matrix.layout.mesh_shape)}, placements {[list(part) for part in matrix.layout.placements]}, "
-            f"{matrix.num_steps} steps, owner {owner}, wave {wave_by_matrix[index]}"
+            f"{matrix.work}, owner {owner}, wave {wave_by_matrix[index]}"
             for index, (matrix, owner) in enumerate(zip(self.matrices, self.owners, strict=True))
         )
 
@@ -116,6 +117,26 @@ class Plan:
         return total
 
     @cached_property
+    def moves(self) -> tuple[tuple[bool, bool], ...]:
+        """For each wave whether anything travels to owners, and whether anything returns.
+
+        Nothing does where matrices lie whole at their owners; the collective is then left out on all ranks alike.
+        """
+        gathers = [bool(sent.any()) for sent in self._traffic.gather_sent]
+        return tuple(zip(gathers, [bool(sent.any()) for sent in self._traffic.scatter_sent], strict=True))
+
+    @cached_property
+    def num_collectives(self) -> int:
+        """Collectives of one step: one for each passage in which something moves, or one for each owner that scatters."""
+        if self.transport == "all_to_all":
+            return sum(gather + scatter for gather, scatter in self.moves)
+        count = 0
+        for wave, (gathers, _) in zip(self.waves, self.moves, strict=True):
+            _, scatter = message_bytes(self.matrices, self.owners, wave, self.world_size, self.wire_itemsize)
+            count += gathers + int(scatter.any(axis=0).sum())
+        return count
+
+    @cached_property
     def temporary_bytes(self) -> int:
         """Bytes of the two slots and the stack on the rank that needs most; without the second transport's own buffers."""
         if not self.waves:
@@ -140,6 +161,7 @@ class Plan:
             "bound": self.bound.value,
             "gap": self.gap,
             "wave_imbalance": self.wave_imbalance,
+            "num_collectives": self.num_collectives,
             "bytes_sent_by_rank": self.bytes_sent_by_rank.tolist(),
             "temporary_bytes": self.temporary_bytes,
         }
@@ -219,19 +241,19 @@ def plan_ownership(
 
     Not collective.
     """
-    by_name: dict[str, tuple[int, ...]] = {}
+    members: list[tuple[str, Sequence[int], View | None]] = []
     if isinstance(shapes, Mapping):
-        by_name = {name: tuple(shape) for name, shape in shapes.items()}
+        members.extend((name, shape, None) for name, shape in shapes.items())
     else:
         for group in shapes:
             if group["algorithm"] != "adamw":
-                for name, parameter in zip(group["param_names"], group["params"], strict=True):
-                    by_name[name] = tuple(parameter.shape)
-    for name, shape in by_name.items():
-        if len(shape) != 2:
-            raise ValueError(f"matrix {name}: found shape {shape}, expected (rows, columns)")
-    layouts = {shape: Layout(shape, (world_size,), (SHARD_ROWS,)) for shape in by_name.values()}
-    matrices = [Matrix.whole(name, layouts[shape], num_steps) for name, shape in by_name.items()]
+                view = View.from_group(group)
+                members.extend((name, p.shape, view) for name, p in zip(group["param_names"], group["params"], strict=True))
+    matrices = [
+        matrix
+        for name, shape, view in members
+        for matrix in matrices_of(name, view, Layout(tuple(shape), (world_size,), (SHARD_ROWS,)), num_steps)
+    ]
     return plan_matrices(
         matrices, world_size, wave_bytes=wave_bytes, wire_itemsize=wire_itemsize, transport=transport, strategy=strategy
     )

@@ -1,6 +1,7 @@
 """From a parameter, as torch holds it, to its layout as data."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -9,6 +10,10 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from omn_dist.plan.layout import REPLICATE, Layout, Placement
+
+Copies = Literal["share", "repeat"]
+"""What ranks with equal copies (HSDP, DDP) do: ``share`` the matrices, each update crossing to the other copies once; or ``repeat``
+the work in every copy, with no traffic between copies."""
 
 
 @dataclass(frozen=True)
@@ -20,13 +25,14 @@ class Placed:
     """Sorted, as a process group numbers them; empty for a plain tensor of one process."""
 
 
-def placed(name: str, parameter: Tensor, replicas: tuple[int, ...] = ()) -> Placed:
-    """How ``parameter`` lies on the ranks.
+def placed(name: str, parameter: Tensor, replicas: tuple[int, ...] = (), copies: Copies = "share") -> Placed:
+    """How ``parameter`` lies on the ranks that work on it together.
 
     Args:
         name: for messages.
         parameter: a DTensor or a plain tensor.
         replicas: global ranks that hold equal copies of plain tensors; empty when this process is on its own.
+        copies: with ``"repeat"`` only the ranks of this rank's own copy of a DTensor.
 
     Raises:
         NotImplementedError: a placement that no optimizer can follow (``Partial`` and the like), or a local tensor that is
@@ -55,7 +61,25 @@ def placed(name: str, parameter: Tensor, replicas: tuple[int, ...] = ()) -> Plac
                 f"{tuple(mesh.shape)}, expected {expected} from the placements {tuple(parameter.placements)}; choose sizes "
                 "that the mesh axes divide"
             )
-    return Placed(layout, ranks)
+    return Placed(layout, ranks) if copies == "share" else _own_copy(layout, ranks, mesh.get_rank())
+
+
+def _own_copy(layout: Layout, ranks: tuple[int, ...], rank: int) -> Placed:
+    """The layout without its replicated axes, over the ranks that hold one copy together with ``rank``."""
+    mine = layout.replica(ranks.index(rank))
+    members = [index for index in range(len(ranks)) if layout.replica(index) == mine]
+    kept = [axis for axis, placement in enumerate(layout.placements) if placement != REPLICATE]
+    along_mesh = sorted(members, key=lambda index: layout.positions[index] if layout.positions else index)
+    positions = tuple(along_mesh.index(index) for index in members)
+    return Placed(
+        Layout(
+            layout.shape,
+            tuple(layout.mesh_shape[axis] for axis in kept),
+            tuple(layout.placements[axis] for axis in kept),
+            () if positions == tuple(range(len(members))) else positions,
+        ),
+        tuple(ranks[index] for index in members),
+    )
 
 
 def _as_data(name: str, parameter: DTensor, placement: TorchPlacement) -> Placement:

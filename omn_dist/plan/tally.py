@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from omn_dist.algorithms.row_numbers import RowNumbers
 from omn_dist.plan.layout import Layout, Piece
 from omn_dist.plan.matrix import Matrix
 
@@ -33,13 +34,15 @@ class StepTraffic:
 class _Messages:
     """What matrices of one kind move, whoever owns them; arrays are ``[world_size]``."""
 
-    of_rank: Integers
-    """Bytes of the message that is about the shard of each rank."""
-    of_copy: Integers
-    """Bytes of all messages of the copy of the parameter that the rank belongs to."""
+    gather: Integers
+    """Bytes of the message about the shard of each rank, on its way to an owner of its copy of the parameter."""
     copy: Integers
     """A number for each copy."""
-    matrix_bytes: int
+    gather_of_copy: Integers
+    """Bytes of all such messages of the copy that the rank belongs to."""
+    scatter: Integers
+    """Bytes of the message about the shard of each rank, on its way back."""
+    stack_bytes: int
 
 
 class Tally:
@@ -48,8 +51,11 @@ class Tally:
     def __init__(self, matrices: Sequence[Matrix], owners: Sequence[int], world_size: int, wire_itemsize: int) -> None:
         self._owners = np.asarray(owners, dtype=np.int64)
         self._world_size = world_size
-        numbers: dict[tuple[Layout, tuple[Piece, ...]], int] = {}
-        kinds = [numbers.setdefault((matrix.layout, matrix.region), len(numbers)) for matrix in matrices]
+        numbers: dict[tuple[Layout, tuple[Piece, ...], bool, RowNumbers], int] = {}
+        kinds = [
+            numbers.setdefault((matrix.layout, matrix.region, matrix.transposed, matrix.row_numbers), len(numbers))
+            for matrix in matrices
+        ]
         self.kinds: Integers = np.array(kinds, dtype=np.int64)
         """The kind of each matrix, numbered by first appearance."""
         firsts: dict[int, Matrix] = {}
@@ -62,9 +68,10 @@ class Tally:
         """Bytes of slot or stack that one matrix of the largest kind for every rank needs."""
         needed = [0]
         for messages in self._messages:
-            all_bytes = int(messages.of_rank.sum())
-            others = (self._world_size - 1) * messages.of_rank
-            needed += [int((others + all_bytes - messages.of_rank).max()), messages.matrix_bytes]
+            for message in (messages.gather, messages.scatter):
+                others = (self._world_size - 1) * message
+                needed.append(int((others + message.sum() - message).max()))
+            needed.append(messages.stack_bytes)
         return max(needed)
 
     def traffic(self, waves: Sequence[Sequence[int]]) -> StepTraffic:
@@ -80,19 +87,27 @@ class Tally:
             per_copy = np.zeros((int(messages.copy.max()) + 1, len(waves)), dtype=np.int64)
             np.add.at(per_copy, messages.copy, owned.T)
             # What a rank owns of its own shard does not travel.
-            gather_sent += (per_copy[messages.copy].T - owned) * messages.of_rank
-            gather_received += owned * (messages.of_copy - messages.of_rank)
-            scatter_sent += owned * (messages.of_rank.sum() - messages.of_rank)
-            scatter_received += (owned.sum(axis=1, keepdims=True) - owned) * messages.of_rank
-            stack += owned * messages.matrix_bytes
+            gather_sent += (per_copy[messages.copy].T - owned) * messages.gather
+            gather_received += owned * (messages.gather_of_copy - messages.gather)
+            scatter_sent += owned * (messages.scatter.sum() - messages.scatter)
+            scatter_received += (owned.sum(axis=1, keepdims=True) - owned) * messages.scatter
+            stack += owned * messages.stack_bytes
         return StepTraffic(gather_sent, gather_received, scatter_sent, scatter_received, stack)
 
 
 def _messages(matrix: Matrix, world_size: int, wire_itemsize: int) -> _Messages:
     copy = matrix.held.replica
-    # A message does not depend on the owner, except that the owner sends itself none.
-    of_rank = matrix.scatter_bytes(0, wire_itemsize).copy()
+    # A message does not depend on the owner, except that an owner sends itself none and that only its own copy is gathered.
+    gather = np.zeros(world_size, dtype=np.int64)
+    for number in range(int(copy.max()) + 1):
+        ranks = np.flatnonzero(copy == number)
+        if len(ranks) > 1:
+            first, second = int(ranks[0]), int(ranks[1])
+            gather[ranks] = matrix.gather_bytes(first, wire_itemsize)[ranks]
+            gather[first] = matrix.gather_bytes(second, wire_itemsize)[first]
+    scatter = matrix.scatter_bytes(0, wire_itemsize).copy()
     if world_size > 1:
-        of_rank[0] = matrix.scatter_bytes(1, wire_itemsize)[0]
-    of_copy = np.bincount(copy, weights=of_rank)[copy].astype(np.int64)
-    return _Messages(of_rank, of_copy, copy, matrix.num_elements * wire_itemsize)
+        scatter[0] = matrix.scatter_bytes(1, wire_itemsize)[0]
+    gather_of_copy = np.bincount(copy, weights=gather)[copy].astype(np.int64)
+    stack_bytes = matrix.num_elements * wire_itemsize + matrix.stack_number_bytes
+    return _Messages(gather, copy, gather_of_copy, scatter, stack_bytes)

@@ -20,7 +20,8 @@ Counts = NDArray[np.int64]
 class WaveTraffic:
     """Bytes of one wave, ``[world_size]`` each.
 
-    A message holds, for each matrix of which the shard side has a part, one flag (is there a gradient?) and that part.
+    A message holds, for each matrix of which the shard side has a part, one flag (is there a gradient?), that part and what row
+    numbers the algorithm adds.
     """
 
     gather_sent: Counts
@@ -30,7 +31,7 @@ class WaveTraffic:
     """By owners, to all copies."""
     scatter_received: Counts
     stack: Counts
-    """Whole matrices that each rank owns in the wave."""
+    """Whole matrices that each rank owns in the wave, and their row numbers."""
 
     @property
     def temporary(self) -> int:
@@ -52,7 +53,7 @@ def wave_traffic(
         gather_received[owner] += gathered.sum()
         scatter_sent[owner] += scattered.sum()
         scatter_received += scattered
-        stack[owner] += matrix.num_elements * wire_itemsize
+        stack[owner] += matrix.num_elements * wire_itemsize + matrix.stack_number_bytes
     return WaveTraffic(gather_sent, gather_received, scatter_sent, scatter_received, stack)
 
 

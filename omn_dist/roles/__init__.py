@@ -1,7 +1,10 @@
 """What each parameter does in the network, and so which algorithm updates it."""
 
+from omn_dist.plan.views import View
+from omn_dist.roles.declare import declare_view
 from omn_dist.roles.groups import build_parameter_groups
-from omn_dist.roles.routes import Route, route_parameters
+from omn_dist.roles.role import Route
+from omn_dist.roles.routes import route_parameters
 from omn_dist.roles.summary import format_groups
 
-__all__ = ["Route", "build_parameter_groups", "format_groups", "route_parameters"]
+__all__ = ["Route", "View", "build_parameter_groups", "declare_view", "format_groups", "route_parameters"]

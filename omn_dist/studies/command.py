@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from omn_dist.algorithms.newton_schulz import recipe_by_name
+from omn_dist.algorithms.newton_schulz import group_recipe
 from omn_dist.models import OMN
 from omn_dist.plan.devices import DEVICES, Device, device_by_name
 from omn_dist.plan.strategies import STRATEGIES, Strategy, strategy_by_name
@@ -53,8 +53,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Print what was asked for; returns the exit status."""
     models, preset, options = _models(parsed)
-    recipe = recipe_by_name(preset.newton_schulz)
-    wire = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(preset.wire, recipe.dtype)
+    recipe = group_recipe(vars(preset))
+    wire = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(preset.wire, recipe.input_dtype)
     device = _device(parsed.device)
     topology = device.topology
     if parsed.ranks_per_node is not None:
@@ -64,7 +64,8 @@ def run(parsed: argparse.Namespace) -> int:
     setting = Setting(
         device=device,
         topology=topology,
-        num_steps=recipe.schedule.num_steps,
+        algorithm=preset.algorithm,
+        recipe=recipe,
         wire_itemsize=wire.itemsize,
         replicas=_positive("--replicas", parsed.replicas),
         tensor=_positive("--tensor", parsed.tensor),
@@ -73,8 +74,8 @@ def run(parsed: argparse.Namespace) -> int:
     rows = study(models, _numbers(parsed.ranks), _strategies(parsed.strategy), setting)
     facts = [
         f"device {device.name}: {device.source}",
-        f"{topology.ranks_per_node} ranks a node, {setting.num_steps} Newton-Schulz steps, {setting.wire_itemsize} bytes an "
-        f"element in flight, {setting.wave_bytes / 2**20:.0f} MiB a wave; times are predictions",
+        f"{topology.ranks_per_node} ranks a node, {recipe.schedule.num_steps} Newton-Schulz steps, {setting.wire_itemsize} bytes "
+        f"an element in flight, {setting.wave_bytes / 2**20:.0f} MiB a wave; times are predictions",
     ]
     if parsed.json:
         print(json.dumps([row.as_json() for row in rows], indent=1))

@@ -52,20 +52,20 @@ class BatchConfig:
     """The accumulation window: sequences that make one optimizer step."""
 
     global_batch: int
-    """Sequences in a window, over all ranks; a multiple of ``micro_batch`` times the number of ranks."""
+    """Sequences in a window, over all ranks; a multiple of the number of ranks."""
     micro_batch: int
-    """Sequences in one forward and backward pass of one rank; the passes of a window accumulate their gradients."""
+    """Most sequences in one forward and backward pass of one rank; it divides a rank's share of the window, or is more than
+    it. The passes of a window accumulate their gradients."""
     max_consecutive_rejected: int = 10
     """Windows with a non-finite loss or gradient in a row after which the run ends with an error."""
 
     def __post_init__(self) -> None:
         for name in ("global_batch", "micro_batch", "max_consecutive_rejected"):
             _require(getattr(self, name) >= 1, f"batch.{name}", getattr(self, name), "at least 1")
-        if self.global_batch % self.micro_batch:
-            raise SettingsError(
-                f"batch.global_batch: found {self.global_batch}, expected a multiple of batch.micro_batch "
-                f"({self.micro_batch}); change one of them"
-            )
+
+    def sequences_per_pass(self, world_size: int) -> int:
+        """Sequences that a rank takes at a time: ``micro_batch``, or its whole share of the window where that is smaller."""
+        return min(self.micro_batch, self.global_batch // world_size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -183,12 +183,19 @@ def check_for_world_size(config: RunConfig, world_size: int) -> None:
     """Refuse a number of ranks over which the window cannot be divided evenly.
 
     Raises:
-        SettingsError: ``global_batch`` is not a multiple of ``micro_batch * world_size``.
+        SettingsError: ``global_batch`` is not a multiple of the ranks, or a rank's share not one of ``micro_batch``.
     """
-    if config.batch.global_batch % (config.batch.micro_batch * world_size):
+    batch = config.batch
+    share, rest = divmod(batch.global_batch, world_size)
+    if rest:
         raise SettingsError(
-            f"batch.global_batch: found {config.batch.global_batch} on {world_size} ranks, expected a multiple of "
-            f"micro_batch * ranks = {config.batch.micro_batch} * {world_size}; change the batch or the number of ranks"
+            f"batch.global_batch: found {batch.global_batch} on {world_size} ranks, expected a multiple of the ranks; "
+            "change the batch or the number of ranks"
+        )
+    if share % batch.sequences_per_pass(world_size):
+        raise SettingsError(
+            f"batch.micro_batch: found {batch.micro_batch} for {share} sequences a rank (global_batch {batch.global_batch} on "
+            f"{world_size} ranks), expected a divisor of {share}; change one of them"
         )
 
 

@@ -23,7 +23,7 @@ def accumulate_window(model: OMN, source: BatchSource, config: RunConfig, ranks:
     """
     start, count = rank_share(config.batch.global_batch, ranks.rank, ranks.world_size)
     first = window * config.batch.global_batch + start
-    micro_batch = config.batch.micro_batch
+    micro_batch = config.batch.sequences_per_pass(ranks.world_size)
     num_passes = count // micro_batch
     total = torch.zeros((), device=ranks.device)
     root = _fsdp(model)
@@ -40,7 +40,7 @@ def accumulate_window(model: OMN, source: BatchSource, config: RunConfig, ranks:
 @torch.no_grad()
 def validation_loss(model: OMN, source: BatchSource, config: RunConfig, ranks: Ranks) -> float:
     """Mean loss over the first ``validation_batches`` global batches of ``source``. Collective; the same on all ranks."""
-    global_batch, micro_batch = config.batch.global_batch, config.batch.micro_batch
+    global_batch, micro_batch = config.batch.global_batch, config.batch.sequences_per_pass(ranks.world_size)
     start, count = rank_share(global_batch, ranks.rank, ranks.world_size)
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
     model.eval()
@@ -58,7 +58,7 @@ def validation_loss(model: OMN, source: BatchSource, config: RunConfig, ranks: R
 
 
 def _loss(model: OMN, source: BatchSource, config: RunConfig, ranks: Ranks, first: int) -> Tensor:
-    tokens, targets = source.read(first, config.batch.micro_batch)
+    tokens, targets = source.read(first, config.batch.sequences_per_pass(ranks.world_size))
     if ranks.device.type == "cuda":
         tokens, targets = (batch.pin_memory().to(ranks.device, non_blocking=True) for batch in (tokens, targets))
     with forward_context(config.precision, ranks.device):

@@ -66,7 +66,8 @@ def preflight(config: RunConfig, world_size: int) -> Preflight:
         )
     length = config.data.sequence_length
     train = BatchSource(data.train, sequence_length=length, seed=config.data.seed)
-    validation = BatchSource(data.validation, sequence_length=length, shuffle=False)
+    # The same sample of the whole validation text for every run, whatever its seeds.
+    validation = BatchSource(data.validation, sequence_length=length, seed=0)
     samples = config.logging.validation_batches * config.batch.global_batch
     if samples > validation.num_windows:
         raise SettingsError(

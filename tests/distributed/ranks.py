@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import pickle
 import sys
 import tempfile
 import time
@@ -55,13 +56,18 @@ def _collect(pipes: list[Connection], seconds: float) -> list[Any]:
         for pipe in ready:
             rank = pipes.index(pipe)  # type: ignore[arg-type]
             try:
-                failed, value = pipe.recv()  # type: ignore[union-attr]
+                failed, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
             except EOFError:
                 raise AssertionError(f"rank {rank} of {len(pipes)} ended without an answer") from None
             if failed:
                 raise AssertionError(f"rank {rank} of {len(pipes)} failed:\n{value}")
             results[rank] = value
     return [results[rank] for rank in range(len(pipes))]
+
+
+def _plain(failed: bool, value: Any) -> bytes:
+    """As bytes: the pickler of a pipe would share tensors through files that are gone when their rank has ended."""
+    return pickle.dumps((failed, value))
 
 
 def _rank_main(
@@ -77,10 +83,10 @@ def _rank_main(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
         )
         value = function(*arguments)
-        pipe.send((False, value))
+        pipe.send_bytes(_plain(False, value))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:
-        pipe.send((True, traceback.format_exc()))
+        pipe.send_bytes(_plain(True, traceback.format_exc()))
         sys.stdout.flush()
         os._exit(1)

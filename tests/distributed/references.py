@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 SHAPES = ((16, 16), (10, 3), (3, 8), (1, 16), (16, 1), (2, 8), (32, 8), (8, 32))
 
@@ -17,15 +17,31 @@ def whole_tensors(shapes: Sequence[tuple[int, ...]], seed: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
-def sharded(whole: Tensor, mesh: DeviceMesh | None) -> nn.Parameter:
-    """A parameter with FSDP2's placement over a one-axis mesh, or a plain one without a mesh."""
-    return nn.Parameter(whole.clone() if mesh is None else distribute_tensor(whole.clone(), mesh, [Shard(0)]))
+def local_of(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+    """This rank's part of a whole tensor: torch's own cuts, applied from the first mesh axis to the last."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    for size, position, placement in zip(mesh.shape, coordinate, placements, strict=True):
+        if not isinstance(placement, Replicate):
+            pieces, _ = placement._split_tensor(whole, size, with_padding=False, contiguous=True)  # type: ignore[attr-defined]
+            whole = pieces[position]
+    return whole.clone()
+
+
+def sharded(whole: Tensor, mesh: DeviceMesh | None, placements: Sequence[Placement] = (Shard(0),)) -> nn.Parameter:
+    """A parameter with these placements (by default FSDP2's over a one-axis mesh), or a plain one without a mesh."""
+    if mesh is None:
+        return nn.Parameter(whole.clone())
+    local = local_of(whole, mesh, placements)
+    return nn.Parameter(DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()))
 
 
 def set_gradient(parameter: nn.Parameter, whole: Tensor) -> None:
-    """The shard of a whole gradient."""
+    """The part of a whole gradient that belongs to the parameter's shard."""
     if isinstance(parameter, DTensor):
-        parameter.grad = distribute_tensor(whole.clone(), parameter.device_mesh, parameter.placements)
+        mesh, placements = parameter.device_mesh, parameter.placements
+        local = local_of(whole, mesh, placements)
+        parameter.grad = DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
     else:
         parameter.grad = whole.clone()
 
@@ -35,6 +51,13 @@ def whole(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim).to_local().detach().clone()
     return tensor.detach().clone()
+
+
+def is_shard_of(tensor: Tensor, expected: Tensor) -> bool:
+    """Whether this rank's part of ``tensor`` has the bits of its part of the whole tensor ``expected``."""
+    if isinstance(tensor, DTensor):
+        return torch.equal(tensor.to_local(), local_of(expected, tensor.device_mesh, tensor.placements))
+    return torch.equal(tensor, expected)
 
 
 class OMNReference:

@@ -91,8 +91,9 @@ def _every_way(preset: str) -> None:
         what = f"{preset}, {world_size} ranks, {len(plan.waves)} waves, {owners and sorted(set(owners.values()))}, {transport}"
         _assert_equal(found, expected, what)
         assert optimizer.bytes_sent == NUM_STEPS * int(plan.bytes_sent_by_rank[dist.get_rank()]), what
+        assert optimizer.num_collectives == NUM_STEPS * plan.num_collectives, what
         if world_size > 1 and transport == "all_to_all":
-            assert optimizer.num_collectives == NUM_STEPS * 2 * len(plan.waves), what
+            assert plan.num_collectives <= 2 * len(plan.waves), what
         assert (len(plan.waves) == 1) == (wave_bytes == 2**20), what
 
 

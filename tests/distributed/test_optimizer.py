@@ -203,6 +203,7 @@ def test_state_dict_round_trip_is_bitwise() -> None:
     _assert_same(_snapshot(optimizer), _snapshot(other))
 
 
+@pytest.mark.filterwarnings("ignore:.*in half precision")
 def test_loading_keeps_the_saved_dtype() -> None:
     optimizer = _optimizer(dtype=torch.bfloat16)
     saved = optimizer.state_dict()
@@ -224,6 +225,7 @@ def test_loading_another_grouping_names_the_parameter() -> None:
         optimizer.load_state_dict(saved)
 
 
+@pytest.mark.filterwarnings("ignore:.*in half precision")
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("rule", ["sum", "ema"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -253,6 +255,52 @@ def test_zero_gradients_stay_finite_and_unmoved() -> None:
     optimizer.step()
     after = _snapshot(optimizer)
     _assert_same({name: before[name] for name in "abcde"}, {name: after[name] for name in "abcde"})
+
+
+@pytest.mark.filterwarnings("ignore:.*in half precision")
+def test_half_precision_weights_lose_small_steps_unless_there_is_a_master() -> None:
+    with pytest.warns(UserWarning, match="3 parameters like a are in half precision"):
+        rounded = _optimizer(dtype=torch.bfloat16, lr=1e-6, weight_decay=1e-3)
+    kept = _optimizer(dtype=torch.bfloat16, lr=1e-6, weight_decay=1e-3, master_weights=True)
+    exact = _optimizer(lr=1e-6, weight_decay=1e-3)
+    with torch.no_grad():
+        for parameter, source in zip(_parameters(exact), _parameters(kept), strict=True):
+            parameter.copy_(source)
+    before = whole(_parameters(kept)[0])
+    for step in range(4):
+        for optimizer in (rounded, kept):
+            _fill_gradients(optimizer, step)
+            optimizer.step()
+        for parameter, source in zip(_parameters(exact), _parameters(kept), strict=True):
+            parameter.grad = source.grad.float()
+        exact.step()
+    assert torch.equal(whole(_parameters(rounded)[0]), before), "steps of 1e-6 vanish in bf16"
+    for parameter, source in zip(_parameters(exact), _parameters(kept), strict=True):
+        state, expected = kept.state[source], exact.state[parameter]
+        assert torch.equal(state["master"], parameter.detach())
+        assert torch.equal(source.detach(), parameter.detach().bfloat16())
+        for key in expected:
+            assert torch.equal(state[key], expected[key]), key
+
+
+def test_several_dtypes_in_one_group() -> None:
+    tensors = [
+        tensor.to(dtype)
+        for tensor, dtype in zip(whole_tensors(SHAPES, 0), (torch.float32, torch.bfloat16, torch.float64), strict=True)
+    ]
+    parameters = [nn.Parameter(tensor.clone()) for tensor in tensors]
+    with pytest.warns(UserWarning, match="half precision"):
+        together = DualOptimizer([{"params": parameters, "algorithm": "muon"}])
+    apart = [nn.Parameter(tensor.clone()) for tensor in tensors]
+    for parameter, twin, gradient in zip(parameters, apart, whole_tensors(SHAPES, 1), strict=True):
+        parameter.grad, twin.grad = gradient.to(parameter.dtype), gradient.to(parameter.dtype)
+    together.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for twin in apart:
+            DualOptimizer([{"params": [twin], "algorithm": "muon"}]).step()
+    for parameter, twin in zip(parameters, apart, strict=True):
+        assert torch.equal(parameter, twin)
 
 
 # --- mistakes ------------------------------------------------------------------------------------------------------------
@@ -306,6 +354,7 @@ def test_step_without_backward_is_an_error() -> None:
         _optimizer().step()
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_a_gradient_that_does_not_fit_is_refused_before_anything_moves() -> None:
     optimizer = _optimizer()
     before = _snapshot(optimizer)

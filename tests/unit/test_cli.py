@@ -79,7 +79,7 @@ def test_wrong_input_is_one_line_and_writes_nothing(
     options = ["--check", "--ranks", "2"] if check else []
     if not check and message.startswith("batch.global_batch"):
         overrides = ["batch.global_batch=3", "batch.micro_batch=2"]
-        message = "expected a multiple of batch.micro_batch (2)"
+        message = "expected a divisor of 3"
     line = _fails(capsys, "train", str(MICRO), f"run_folder={run}", *overrides, *options)
     assert message in line
     assert not run.exists()

@@ -65,7 +65,6 @@ def test_explicit_zeros_are_kept(tiny: Path) -> None:
         ("optimizer.overrides.adam_lr=1", "did you mean 'adamw_lr'"),
         ("optimizer.transport=all_to_al", "did you mean 'all_to_all'"),
         ("batch.global_batch=many", "batch.global_batch: found 'many', expected int"),
-        ("batch.global_batch=9", "expected a multiple of batch.micro_batch"),
         ("batch.micro_batch=0", "batch.micro_batch: found 0"),
         ("checkpoint.keep=0", "checkpoint.keep: found 0"),
         ("clipping.adamw_max_norm=-1", "clipping.adamw_max_norm: found -1"),
@@ -110,10 +109,13 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_window_must_divide_by_the_ranks(tiny: Path) -> None:
     config = load_config(tiny, ["batch.global_batch=16", "batch.micro_batch=4"])
-    for world_size in (1, 2, 4):
+    for world_size, sequences in ((1, 4), (2, 4), (4, 4), (8, 2), (16, 1)):
         check_for_world_size(config, world_size)
-    with pytest.raises(SettingsError, match="found 16 on 3 ranks, expected a multiple of micro_batch"):
+        assert config.batch.sequences_per_pass(world_size) == sequences
+    with pytest.raises(SettingsError, match="found 16 on 3 ranks, expected a multiple of the ranks"):
         check_for_world_size(config, 3)
+    with pytest.raises(SettingsError, match=r"found 3 for 8 sequences a rank .* expected a divisor of 8"):
+        check_for_world_size(load_config(tiny, ["batch.global_batch=16", "batch.micro_batch=3"]), 2)
 
 
 def test_mapping_survives_a_round_trip(tiny: Path, tmp_path: Path) -> None:

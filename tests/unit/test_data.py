@@ -105,11 +105,6 @@ def test_the_order_depends_on_the_seed() -> None:
     assert one.tolist() != two.tolist()
 
 
-def test_without_shuffling_windows_come_in_order_and_repeat() -> None:
-    source = BatchSource(counting_stream(31), sequence_length=10, shuffle=False)
-    assert source.window_indices(0, 7).tolist() == [0, 1, 2, 0, 1, 2, 0]
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 12])
 def test_shares_of_all_ranks_in_turn_are_the_global_batches(world_size: int) -> None:
     global_batch, num_steps = 12, 5

@@ -9,7 +9,7 @@ from torch import nn
 from omn_dist import build_parameter_groups
 from omn_dist.models.omn import OMN, OMNConfig
 from omn_dist.roles import format_groups, route_parameters
-from omn_dist.roles.routes import plain_name
+from omn_dist.roles.role import plain_name
 
 
 class Attention(nn.Module):
@@ -53,7 +53,7 @@ def test_module_type_decides_first_and_name_second() -> None:
         "lm_head.weight": "head",
         "wte.weight": "embedding",
         "wpe.weight": "embedding",
-        "position_table": "embedding",
+        "position_table": "position",
         "norm.weight": "norm",
         "norm.bias": "norm",
         "custom_norm.gain": "norm",

@@ -25,13 +25,12 @@ class BatchSource:
         stream: the tokens.
         sequence_length: T, tokens of a sample.
         seed: of the order of windows.
-        shuffle: false reads the windows in the order of the stream, every epoch alike.
 
     Raises:
         SettingsError: the stream is too short for one window.
     """
 
-    def __init__(self, stream: TokenStream, *, sequence_length: int, seed: int = 0, shuffle: bool = True) -> None:
+    def __init__(self, stream: TokenStream, *, sequence_length: int, seed: int = 0) -> None:
         if sequence_length < 1:
             raise SettingsError(f"data.sequence_length: found {sequence_length}, expected at least 1")
         self.num_windows = (len(stream) - 1) // sequence_length
@@ -44,7 +43,6 @@ class BatchSource:
         self.sequence_length = sequence_length
         self._stream = stream
         self._seed = seed
-        self._shuffle = shuffle
 
     def read(self, first_sample: int, count: int) -> tuple[Tensor, Tensor]:
         """Samples ``first_sample`` .. ``first_sample + count - 1``; the same for every caller, and no state moves.
@@ -66,8 +64,6 @@ class BatchSource:
             raise ValueError(f"found first_sample {first_sample} and count {count}, expected neither below 0")
         samples = np.arange(first_sample, first_sample + count, dtype=np.int64)
         epochs, positions = np.divmod(samples, self.num_windows)
-        if not self._shuffle:
-            return positions
         windows = np.empty_like(positions)
         for epoch in np.unique(epochs).tolist():
             chosen = epochs == epoch
