@@ -6,34 +6,27 @@ from omn_dist.algorithms.iteration import chosen_form, gram_flops, standard_flop
 from omn_dist.algorithms.newton_schulz import Recipe
 from omn_dist.plan.devices import Device
 
-Form = Literal["standard", "cubic", "gram", "symmetric", "gram-symmetric"]
-"""``standard``: every step on the whole matrix; ``cubic``: so, without the square of the Gram matrix. ``gram``: iterate on the
-s x s Gram matrix, one rectangular product at each end and one restart. ``symmetric``: symmetric products at half their cost."""
+CostForm = Literal["standard", "cubic", "gram"]
+"""What runs at the owner, as far as its cost goes; a cubic step needs no square of the Gram matrix."""
 
 # Kernels of one step, and around the steps (cast, two norms, two divisions, transposes).
 _LAUNCHES_A_STEP = 3
 _LAUNCHES_AROUND = 8
 
 
-def newton_schulz_flops(num_rows: int, num_columns: int, num_steps: int, form: Form = "standard") -> int:
-    """FLOPs for short side s, long side l and k steps.
+def newton_schulz_flops(num_rows: int, num_columns: int, num_steps: int, form: CostForm = "standard") -> int:
+    """FLOPs of k steps with short side s and long side l: ``k (4 s^2 l + 2 s^3)`` in the standard form.
 
-    Standard: each step makes the Gram matrix (2 s^2 l), its square (2 s^3; not for ``cubic``) and one rectangular product
-    (2 s^2 l), so ``k (4 s^2 l + 2 s^3)``. Gram: ``8 s^2 l + 28 s^3`` for five steps, see
-    :func:`~omn_dist.algorithms.iteration.gram_flops`. With symmetric products at half their cost: ``k (3 s^2 l + s^3)``, and
-    ``6 s^2 l + 14 s^3`` for five steps.
+    Each step makes the Gram matrix (2 s^2 l), its square (2 s^3; not for ``cubic``) and one rectangular product (2 s^2 l). The
+    Gram form takes ``8 s^2 l + 28 s^3`` for five steps, see :func:`~omn_dist.algorithms.iteration.gram_flops`.
     """
     short, long = sorted((num_rows, num_columns))
     if form == "gram":
         return gram_flops(short, long, num_steps)
-    if form == "symmetric":
-        return num_steps * (3 * short * short * long + short**3)
-    if form == "gram-symmetric":
-        return 6 * short * short * long + 14 * short**3 * num_steps // 5
     return standard_flops(short, long, num_steps, cubic=form == "cubic")
 
 
-def cost_form(recipe: Recipe, num_rows: int, num_columns: int) -> Form:
+def cost_form(recipe: Recipe, num_rows: int, num_columns: int) -> CostForm:
     """The form that the recipe runs for a shape."""
     if chosen_form(recipe.form, recipe.schedule, *sorted((num_rows, num_columns))) == "gram":
         return "gram"
@@ -41,7 +34,7 @@ def cost_form(recipe: Recipe, num_rows: int, num_columns: int) -> Form:
 
 
 def newton_schulz_seconds(
-    num_rows: int, num_columns: int, num_steps: int, device: Device, itemsize: int, form: Form = "standard"
+    num_rows: int, num_columns: int, num_steps: int, device: Device, itemsize: int, form: CostForm = "standard"
 ) -> float:
     """Seconds of one matrix on one device: kernels to launch, products, and bytes to move through memory.
 

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from omn_dist.algorithms.newton_schulz import Recipe
 from omn_dist.algorithms.row_numbers import NO_NUMBERS, NUMBER_BYTES, ROW_NUMBERS, RowNumbers
-from omn_dist.plan.cost import Form, cost_form, newton_schulz_flops
+from omn_dist.plan.cost import CostForm, cost_form, newton_schulz_flops
 from omn_dist.plan.layout import Held, Layout, Piece, Segment, held, intersect
 
 FLAG_BYTES = 4
@@ -32,7 +32,7 @@ class Matrix:
     """Newton-Schulz iterations, for the cost."""
     transposed: bool = False
     """Whether the operator is the transpose of what is stored (inputs in rows, as in GPT-2's Conv1D)."""
-    form: Form = "standard"
+    form: CostForm = "standard"
     """Form of Newton-Schulz, for the cost."""
     row_numbers: RowNumbers = NO_NUMBERS
     """Numbers of its algorithm that ride on its messages."""

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from omn_dist.plan.cost import Form, newton_schulz_seconds
+from omn_dist.plan.cost import CostForm, newton_schulz_seconds
 from omn_dist.plan.devices import Device, Topology
 from omn_dist.plan.ownership import Plan
 from omn_dist.plan.tally import Tally
@@ -86,9 +86,7 @@ class _Clock:
         self.events.append(Event("wait", wave, start, self.now))
 
 
-def simulate(
-    plan: Plan, device: Device, topology: Topology | None = None, *, num_adamw_elements: int = 0, form: Form = "standard"
-) -> Timeline:
+def simulate(plan: Plan, device: Device, topology: Topology | None = None, *, num_adamw_elements: int = 0) -> Timeline:
     """The step of ``plan`` on these devices.
 
     A gather is launched before the wave before it is orthogonalised, a scatter is awaited after the next wave is; collectives
@@ -99,7 +97,6 @@ def simulate(
         device: what each rank computes with.
         topology: the network; the device's own when ``None``.
         num_adamw_elements: elements of parameters that take AdamW beside the first gather, over all ranks.
-        form: of the Newton-Schulz iteration.
 
     Not collective.
     """
@@ -107,7 +104,7 @@ def simulate(
     world_size = plan.world_size
     tally = Tally(plan.matrices, plan.owners, world_size, plan.wire_itemsize)
     traffic = tally.traffic(plan.waves)
-    transform = _transform_seconds(plan, device, form)
+    transform = _transform_seconds(plan, device)
     memory, launch = device.memory_bytes_per_second, device.launch_seconds
     # Without the flags, which are few.
     sent = traffic.gather_sent / plan.wire_itemsize
@@ -151,14 +148,14 @@ def simulate(
     return Timeline(tuple(clock.events), all_elements / world_size * _ADAMW_BYTES / memory + 10 * launch)
 
 
-def _transform_seconds(plan: Plan, device: Device, form: Form) -> Sequence[Seconds]:
+def _transform_seconds(plan: Plan, device: Device) -> Sequence[Seconds]:
     """For each wave ``[world_size]``: seconds of the Newton-Schulz of what each rank owns."""
-    by_shape: dict[tuple[int, int, int], float] = {}
+    by_shape: dict[tuple[int, int, int, CostForm], float] = {}
     seconds = []
     for matrix in plan.matrices:
-        shape = (matrix.stored_rows, matrix.stored_columns, matrix.num_steps)
+        shape = (matrix.stored_rows, matrix.stored_columns, matrix.num_steps, matrix.form)
         if shape not in by_shape:
-            by_shape[shape] = newton_schulz_seconds(*shape, device, plan.wire_itemsize, form)
+            by_shape[shape] = newton_schulz_seconds(*shape[:3], device, plan.wire_itemsize, matrix.form)
         seconds.append(by_shape[shape])
     found = []
     for wave in plan.waves:

@@ -34,15 +34,15 @@ class StepTraffic:
 class _Messages:
     """What matrices of one kind move, whoever owns them; arrays are ``[world_size]``."""
 
-    gathered: Integers
-    """Bytes of the message about the shard of each rank on its way to the owner."""
-    of_copy: Integers
-    """Bytes of all those messages of the copy of the parameter that the rank belongs to."""
-    scattered: Integers
-    """Bytes of the message about the shard of each rank on its way back."""
+    gather: Integers
+    """Bytes of the message about the shard of each rank, on its way to an owner of its copy of the parameter."""
     copy: Integers
     """A number for each copy."""
-    matrix_bytes: int
+    gather_of_copy: Integers
+    """Bytes of all such messages of the copy that the rank belongs to."""
+    scatter: Integers
+    """Bytes of the message about the shard of each rank, on its way back."""
+    stack_bytes: int
 
 
 class Tally:
@@ -51,9 +51,9 @@ class Tally:
     def __init__(self, matrices: Sequence[Matrix], owners: Sequence[int], world_size: int, wire_itemsize: int) -> None:
         self._owners = np.asarray(owners, dtype=np.int64)
         self._world_size = world_size
-        numbers: dict[tuple[Layout, tuple[Piece, ...], RowNumbers, bool], int] = {}
+        numbers: dict[tuple[Layout, tuple[Piece, ...], bool, RowNumbers], int] = {}
         kinds = [
-            numbers.setdefault((matrix.layout, matrix.region, matrix.row_numbers, matrix.transposed), len(numbers))
+            numbers.setdefault((matrix.layout, matrix.region, matrix.transposed, matrix.row_numbers), len(numbers))
             for matrix in matrices
         ]
         self.kinds: Integers = np.array(kinds, dtype=np.int64)
@@ -68,10 +68,10 @@ class Tally:
         """Bytes of slot or stack that one matrix of the largest kind for every rank needs."""
         needed = [0]
         for messages in self._messages:
-            for of_rank in (messages.gathered, messages.scattered):
-                others = (self._world_size - 1) * of_rank
-                needed.append(int((others + int(of_rank.sum()) - of_rank).max()))
-            needed.append(messages.matrix_bytes)
+            for message in (messages.gather, messages.scatter):
+                others = (self._world_size - 1) * message
+                needed.append(int((others + message.sum() - message).max()))
+            needed.append(messages.stack_bytes)
         return max(needed)
 
     def traffic(self, waves: Sequence[Sequence[int]]) -> StepTraffic:
@@ -87,16 +87,16 @@ class Tally:
             per_copy = np.zeros((int(messages.copy.max()) + 1, len(waves)), dtype=np.int64)
             np.add.at(per_copy, messages.copy, owned.T)
             # What a rank owns of its own shard does not travel.
-            gather_sent += (per_copy[messages.copy].T - owned) * messages.gathered
-            gather_received += owned * (messages.of_copy - messages.gathered)
-            scatter_sent += owned * (messages.scattered.sum() - messages.scattered)
-            scatter_received += (owned.sum(axis=1, keepdims=True) - owned) * messages.scattered
-            stack += owned * messages.matrix_bytes
+            gather_sent += (per_copy[messages.copy].T - owned) * messages.gather
+            gather_received += owned * (messages.gather_of_copy - messages.gather)
+            scatter_sent += owned * (messages.scatter.sum() - messages.scatter)
+            scatter_received += (owned.sum(axis=1, keepdims=True) - owned) * messages.scatter
+            stack += owned * messages.stack_bytes
         return StepTraffic(gather_sent, gather_received, scatter_sent, scatter_received, stack)
 
 
 def _messages(matrix: Matrix, wire_itemsize: int) -> _Messages:
     copy = matrix.held.replica
-    gathered = matrix.gather_messages(wire_itemsize)
-    of_copy = np.bincount(copy, weights=gathered)[copy].astype(np.int64)
-    return _Messages(gathered, of_copy, matrix.scatter_messages(wire_itemsize), copy, matrix.stack_bytes(wire_itemsize))
+    gather = matrix.gather_messages(wire_itemsize)
+    gather_of_copy = np.bincount(copy, weights=gather)[copy].astype(np.int64)
+    return _Messages(gather, copy, gather_of_copy, matrix.scatter_messages(wire_itemsize), matrix.stack_bytes(wire_itemsize))

@@ -94,11 +94,16 @@ def plan_teams(plan: Plan, device: Device, topology: Topology | None = None) -> 
     mosts = sorted({cost / size for cost in set(alone.tolist()) for size in _TEAM_SIZES if size <= largest}, reverse=True)
     tried: set[tuple[int, ...]] = set()
     for most in mosts:
-        sizes = tuple(_size(cost / most, largest) for cost in alone.tolist())
+        by_cost = {cost: _size(cost / most, largest) for cost in set(alone.tolist())}
+        sizes = tuple(by_cost[cost] for cost in alone.tolist())
         if max(sizes, default=1) == 1 or sizes in tried:
             continue
         tried.add(sizes)
         parts = [seconds[shape, size] for shape, size in zip(shapes, sizes, strict=True)]
+        # No placement is better than its parts shared evenly, or than its largest part.
+        shared = sum(part * size for part, size in zip(parts, sizes, strict=True)) / plan.world_size
+        if max(shared, max(parts)) >= best.seconds:
+            continue
         teams, busiest = _place(parts, sizes, [matrix.name for matrix in plan.matrices], plan.world_size, topology.ranks_per_node)
         if busiest < best.seconds:
             by_rank = np.zeros(plan.world_size)

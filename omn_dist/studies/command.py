@@ -63,7 +63,8 @@ def run(parsed: argparse.Namespace) -> int:
     setting = Setting(
         device=device,
         topology=topology,
-        num_steps=recipe.schedule.num_steps,
+        algorithm=preset.algorithm,
+        recipe=recipe,
         wire_itemsize={"float32": 4, "bfloat16": 2}.get(preset.wire, recipe.input_dtype.itemsize),
         replicas=_positive("--replicas", parsed.replicas),
         tensor=_positive("--tensor", parsed.tensor),
@@ -72,8 +73,8 @@ def run(parsed: argparse.Namespace) -> int:
     rows = study(models, _numbers(parsed.ranks), _strategies(parsed.strategy), setting)
     facts += [
         f"device {device.name}: {device.source}",
-        f"{topology.ranks_per_node} ranks a node, {setting.num_steps} Newton-Schulz steps, {setting.wire_itemsize} bytes an "
-        f"element in flight, {setting.wave_bytes / 2**20:.0f} MiB a wave; times are predictions",
+        f"{topology.ranks_per_node} ranks a node, {recipe.schedule.num_steps} Newton-Schulz steps, {setting.wire_itemsize} bytes "
+        f"an element in flight, {setting.wave_bytes / 2**20:.0f} MiB a wave; times are predictions",
     ]
     if parsed.json:
         print(json.dumps([row.as_json() for row in rows], indent=1))
@@ -127,7 +128,7 @@ def _device(text: str) -> Device:
     except (OSError, ValueError) as error:
         if isinstance(error, SettingsError):
             raise SettingsError(f"{path}: {error}") from None
-        raise SettingsError(f"{path}: no calibration ({error}), expected a file written by benchmarks/calibrate.py") from None
+        raise SettingsError(f"{path}: no calibration ({error}), expected the file of a calibration") from None
 
 
 def _strategies(text: str) -> Sequence[Strategy]:

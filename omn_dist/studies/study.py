@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from omn_dist.algorithms.newton_schulz import RECIPES, Recipe
+from omn_dist.algorithms.row_numbers import MatrixAlgorithm
 from omn_dist.plan.devices import Device, Topology
 from omn_dist.plan.layout import REPLICATE, SHARD_ROWS, Layout, Placement
 from omn_dist.plan.matrix import Matrix
@@ -30,8 +32,10 @@ class Setting:
     """What each rank computes with."""
     topology: Topology
     """How ranks are connected."""
-    num_steps: int = 5
-    """Newton-Schulz iterations."""
+    algorithm: MatrixAlgorithm = "muon"
+    """What runs on the matrices: what rides on its messages counts."""
+    recipe: Recipe = RECIPES["omn"]
+    """Newton-Schulz: its steps and its form."""
     wire_itemsize: int = 4
     """Bytes of an element in flight."""
     wave_bytes: int = DEFAULT_WAVE_BYTES
@@ -107,7 +111,8 @@ def _row(model: ModelShapes, world_size: int, strategy: Strategy, setting: Setti
         key = (shape, model.row_parallel(name))
         if key not in layouts:
             layouts[key] = _layout(*key, world_size, setting)
-        matrices.append(Matrix.whole(name, layouts[key], setting.num_steps))
+        whole = Matrix.whole(name, layouts[key], setting.recipe.schedule.num_steps)
+        matrices.append(whole.worked_by(setting.algorithm, setting.recipe))
     plan = plan_matrices(
         matrices,
         world_size,

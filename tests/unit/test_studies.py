@@ -1,0 +1,262 @@
+"""Cost, simulation, teams, models and the plan command: numbers that follow by hand, pictures that are written, clear mistakes."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from omn_dist.cli import main
+from omn_dist.plan import plan_ownership
+from omn_dist.plan.cost import newton_schulz_flops, newton_schulz_seconds
+from omn_dist.plan.devices import DEVICES, Device, Topology
+from omn_dist.plan.simulation import simulate
+from omn_dist.plan.teams import plan_teams, team_seconds
+from omn_dist.settings import SettingsError
+from omn_dist.studies.calibration import calibrate, save_calibration
+from omn_dist.studies.models import MODELS, load_model
+from omn_dist.studies.study import Setting, study
+
+# Round numbers: one FLOP, one byte a second; nothing to launch, no latency.
+SLOW = Topology(ranks_per_node=2, inside_bytes_per_second=2.0, between_bytes_per_second=1.0, latency_seconds=0.0)
+UNIT = Device(
+    name="unit",
+    float32_flops_per_second=1.0,
+    bfloat16_flops_per_second=4.0,
+    half_rate_side=0.0,
+    memory_bytes_per_second=float("inf"),
+    launch_seconds=0.0,
+    topology=SLOW,
+)
+
+
+def test_seconds_add_launches_products_and_memory() -> None:
+    flops = newton_schulz_flops(4, 8, 5)
+    assert newton_schulz_seconds(4, 8, 5, UNIT, 4) == flops
+    assert newton_schulz_seconds(4, 8, 5, UNIT, 2) == flops / 4
+    # 5 steps of 3 kernels, and 8 around them.
+    launching = Device(**{**vars(UNIT), "launch_seconds": 1.0})
+    assert newton_schulz_seconds(4, 8, 5, launching, 4) == flops + 23
+    half = Device(**{**vars(UNIT), "half_rate_side": 4.0})
+    assert newton_schulz_seconds(4, 8, 5, half, 4) == 2 * flops
+
+
+def test_exchange_takes_the_slower_network() -> None:
+    # 4 ranks, 2 a node: a third of the bytes stays inside at 2 a second, two thirds go out at 1 a second.
+    assert SLOW.exchange_seconds(300, 4) == pytest.approx(200)
+    assert SLOW.exchange_seconds(300, 2) == pytest.approx(150)
+    assert SLOW.exchange_seconds(300, 1) == 0
+
+
+def test_a_step_of_one_rank_is_its_products() -> None:
+    plan = plan_ownership({"a": (4, 8), "b": (8, 8)}, 1)
+    assert simulate(plan, UNIT).seconds == plan.flops_by_rank.sum()
+
+
+def test_a_step_waits_for_what_it_needs() -> None:
+    """Two equal waves on two ranks: gather, work, work, scatter; the second gather and the first scatter hide."""
+    plan = plan_ownership({f"m{index}": (8, 8) for index in range(4)}, 2, wave_bytes=300)
+    assert len(plan.waves) == 2
+    work = float(plan.matrices[0].flops)
+    timeline = simulate(plan, UNIT)
+    # Each rank sends and receives half a matrix of 256 bytes and a flag of 4 in a wave, at 2 bytes a second.
+    exchange = (128 + 4) / 2
+    assert timeline.seconds == pytest.approx(exchange + 2 * work + exchange)
+    assert timeline.exposed_seconds.tolist() == pytest.approx([2 * exchange] * 2)
+    # Where the cores carry the messages nothing hides.
+    busy = Device(**{**vars(UNIT), "overlaps": False})
+    assert simulate(plan, busy).seconds == pytest.approx(4 * exchange + 2 * work)
+
+
+def test_a_step_is_never_shorter_than_its_busiest_rank_or_longer_than_lockstep() -> None:
+    shapes = {f"m{index}": (8 + 8 * (index % 3), 24) for index in range(23)}
+    for world_size in (2, 3, 5):
+        plan = plan_ownership(shapes, world_size, wave_bytes=4000)
+        free = Device(**{**vars(UNIT), "topology": Topology(**{**vars(SLOW), "inside_bytes_per_second": 1e30,
+                                                                "between_bytes_per_second": 1e30})})  # fmt: skip
+        seconds = simulate(plan, free).seconds
+        assert plan.flops_by_rank.max() <= seconds * (1 + 1e-12)
+        assert seconds <= plan.wave_imbalance * plan.flops_by_rank.mean() * (1 + 1e-12)
+
+
+def test_a_team_divides_products_and_pays_for_collectives() -> None:
+    alone = newton_schulz_seconds(8, 32, 5, UNIT, 4)
+    assert team_seconds(8, 32, 5, 1, UNIT, SLOW, 4) == alone
+    fast = Topology(**{**vars(SLOW), "inside_bytes_per_second": 1e30})
+    tiny = newton_schulz_seconds(1, 1, 5, UNIT, 4)
+    assert team_seconds(8, 32, 5, 2, UNIT, fast, 4) == pytest.approx(tiny + (alone - tiny) / 2)
+    # Three collectives a step of 8 x 8 x 4 bytes, half of which travel, at 2 bytes a second.
+    assert team_seconds(8, 32, 5, 2, UNIT, SLOW, 4) - team_seconds(8, 32, 5, 2, UNIT, fast, 4) == pytest.approx(5 * 3 * 64)
+
+
+@pytest.mark.parametrize(("world_size", "device", "most"), [(64, "cpu", 1.10), (256, "cpu", 1.25), (256, "h100", 1.25)])
+def test_teams_balance_omn_1_beyond_whole_matrices(world_size: int, device: str, most: float) -> None:
+    plan = plan_ownership(load_model("omn1").matrices, world_size)
+    teams = plan_teams(plan, DEVICES[device])
+    assert teams.pays
+    assert teams.imbalance <= most < plan.imbalance
+    per_node = DEVICES[device].topology.ranks_per_node
+    by_rank = np.zeros(world_size)
+    for matrix, team in zip(plan.matrices, teams.teams, strict=True):
+        assert len(set(team)) == len(team) >= 1
+        assert len({rank // per_node for rank in team}) == 1
+        by_rank[list(team)] += matrix.flops / len(team)
+    assert by_rank.tolist() == pytest.approx(teams.flops_by_rank.tolist())
+
+
+def test_teams_that_do_not_pay_are_not_formed() -> None:
+    plan = plan_ownership(load_model("omn1").matrices, 64)
+    teams = plan_teams(plan, DEVICES["h100"])
+    assert not teams.pays
+    assert teams.num_teams == 0
+    assert teams.imbalance == plan.imbalance
+
+
+# Parameters as published on the models' pages, in billions (DeepSeek-V3: without its prediction layer).
+PUBLISHED = {
+    "omn1": 1.503200256,
+    "qwen3-1.7b": 1.72,
+    "qwen3-8b": 8.19,
+    "qwen3-32b": 32.8,
+    "llama3-8b": 8.03,
+    "llama3-70b": 70.6,
+    "qwen3-30b-a3b": 30.5,
+    "deepseek-v3": 671,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_have_their_published_size(name: str) -> None:
+    model = load_model(name)
+    assert model.num_elements / 1e9 == pytest.approx(PUBLISHED[name], rel=2e-3)
+    assert model.source
+    if name == "omn1":
+        assert model.num_elements == 1_503_200_256
+        assert model.num_other_elements == 262_734_848
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("qwen3-30b-a3b", "deepseek-v3")])
+def test_every_dense_model_is_within_a_percent_of_its_bound(name: str) -> None:
+    model = load_model(name)
+    world_size = 2
+    while world_size <= len(model.matrices) // 4:
+        plan = plan_ownership(model.matrices, world_size)
+        assert plan.gap <= 0.01, (name, world_size)
+        world_size *= 2
+
+
+def test_experts_are_within_a_percent_of_their_bound() -> None:
+    matrices = load_model("qwen3-30b-a3b").matrices
+    for world_size in (64, 1024):
+        assert plan_ownership(matrices, world_size).gap <= 0.01, world_size
+
+
+def test_meshes_share_the_work_of_all_ranks() -> None:
+    model = load_model("omn1")
+    device = DEVICES["h100"]
+    plain, hsdp, tensor = (
+        study([model], [8], ["flops"], Setting(device=device, topology=device.topology, replicas=replicas, tensor=parallel))[0].plan
+        for replicas, parallel in ((1, 1), (2, 1), (1, 2))
+    )
+    assert plain.imbalance == hsdp.imbalance == tensor.imbalance
+    # Updates go back to both copies.
+    assert hsdp.bytes_sent_by_rank.sum() > 1.3 * plain.bytes_sent_by_rank.sum()
+    assert tensor.bytes_sent_by_rank.sum() == pytest.approx(plain.bytes_sent_by_rank.sum(), rel=0.01)
+    with pytest.raises(SettingsError, match="ranks: found 8, expected a multiple of 3"):
+        study([model], [8], ["flops"], Setting(device=device, topology=device.topology, replicas=3))
+
+
+def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "omn1", "--ranks", "8,64,256", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["ranks"] for row in rows] == [8, 64, 256]
+    for row in rows:
+        assert row["model"] == "omn1"
+        assert row["strategy"] == "flops"
+        assert row["imbalance"] >= row["bound"] >= 1
+        assert min(row["bytes_sent_per_rank"], row["temporary_bytes"], row["step_ms"]) > 0
+    assert rows[0]["imbalance"] <= 1.003
+    assert rows[1]["imbalance"] == rows[1]["bound"] == pytest.approx(1.14707, abs=1e-5)
+    # A balance that nothing can run is marked as such.
+    assert rows[2]["teams"]["executed"] is False
+    assert rows[2]["teams"]["imbalance"] <= 1.25 < rows[2]["imbalance"]
+
+
+def test_plan_writes_tables_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    shapes = tmp_path / "shapes.json"
+    shapes.write_text(json.dumps([[64, 64]] * 6 + [[64, 256]] * 3))
+    arguments = ["--ranks", "2,4", "--strategy", "flops,layer-wise", "--csv", f"{tmp_path}/rows.csv", "--plot", f"{tmp_path}/plots"]
+    assert main(["plan", "--model", str(shapes), *arguments, "--html", f"{tmp_path}/page.html"]) == 0
+    output = capsys.readouterr().out
+    assert "# shapes: 9 matrices, 73,728 parameters" in output
+    assert len((tmp_path / "rows.csv").read_text().splitlines()) == 5
+    pictures = {path.name for path in (tmp_path / "plots").iterdir()}
+    assert pictures == {
+        "imbalance.png",
+        "memory.png",
+        "step.png",
+        "load-shapes.png",
+        "timeline-shapes.png",
+        "shares-shapes.png",
+    }
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("data:image/png;base64,") == len(pictures)
+    assert "http" not in page.replace("http-equiv", "")
+
+
+def test_hugging_face_configs(tmp_path: Path) -> None:
+    folder = tmp_path / "my-llama"
+    folder.mkdir()
+    fields = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 1000,
+        "tie_word_embeddings": True,
+    }
+    (folder / "config.json").write_text(json.dumps(fields))
+    model = load_model(str(folder / "config.json"))
+    assert model.name == "my-llama"
+    assert model.matrices["layers.1.self_attn.k_proj.weight"] == (32, 64)
+    assert model.matrices["layers.0.mlp.down_proj.weight"] == (64, 160)
+    assert len(model.matrices) == 14
+    assert model.num_other_elements == 1000 * 64 + 5 * 64
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "plan: found no model"),
+        (["--model", "qwen3-8"], "unknown model 'qwen3-8'; did you mean 'qwen3-8b'"),
+        (["--model", "omn1", "--strategy", "flop"], "unknown strategy 'flop'; did you mean 'flops'"),
+        (["--model", "omn1", "--device", "h10"], "unknown device profile 'h10'; did you mean 'h100'"),
+        (["--model", "omn1", "--ranks", "0"], "--ranks: found '0'"),
+        (["--model", "omn1", "--replicas", "3"], "ranks: found 2, expected a multiple of 3"),
+        (["--model", "/nowhere/config.json"], "/nowhere/config.json: No such file"),
+        (["--model", "omn1", "--device", "/nowhere/node.json"], "/nowhere/node.json: no calibration"),
+        (["--model", "omn1", "--wave-mib", "0"], "--wave-mib: found 0"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert len(captured.err.splitlines()) == 1
+
+
+def test_a_calibration_can_be_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    device = calibrate(torch.device("cpu"), repeats=1)
+    assert 1e8 < device.float32_flops_per_second < 1e14
+    assert 1e7 < device.memory_bytes_per_second < 1e13
+    assert 1e-8 < device.launch_seconds < 1e-2
+    save_calibration(device, tmp_path / "node.json")
+    assert main(["plan", "--model", "omn1", "--ranks", "2", "--json", "--device", str(tmp_path / "node.json")]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["step_ms"] > 0
+    (tmp_path / "node.json").write_text('{"nam": 1}')
+    assert main(["plan", "--model", "omn1", "--device", str(tmp_path / "node.json")]) == 2
+    assert "node.json: unknown key 'nam'" in capsys.readouterr().err
