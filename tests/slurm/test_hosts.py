@@ -12,7 +12,7 @@ from conftest import STEPS, launch_command, nodes_environment
 from hosts import INTERFACE, Host
 from runs import assert_bitwise, comparable
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def start(

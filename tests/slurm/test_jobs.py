@@ -14,7 +14,7 @@ from runs import assert_bitwise, comparable
 
 from omn_dist.launch.network import port_of_job
 
-pytestmark = [pytest.mark.slurm, pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slurm, pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(900)]
 
 SCRIPTS = sorted((REPOSITORY / "slurm").glob("*.sbatch"))
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
