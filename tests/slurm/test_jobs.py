@@ -225,7 +225,7 @@ def test_submit_starts_the_job_that_it_prints(cluster: Cluster, tmp_path: Path) 
     """Through YAML, to a run folder that explains itself; the input is wrong, so that nothing long runs."""
     job_file = tmp_path / "job.yaml"
     job_file.write_text(
-        f"config: {MICRO}\nnodes: 2\nranks_per_node: 3\ntime: '5'\nenvironment: {environment_folder()}\n"
+        f"config: {MICRO}\nnodes: 2\nranks_per_node: 3\ntime: '20'\nenvironment: {environment_folder()}\n"
         f"overrides: [run_folder={tmp_path / 'run'}]\n"
     )
     output = cluster.run(f"{environment_folder()}/bin/python", "-m", "omn_dist", "submit", str(job_file))
