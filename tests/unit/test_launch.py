@@ -162,13 +162,15 @@ def test_members_that_differ_are_named_with_what_they_have() -> None:
     first = {"host": "a", "problems": [], "num_nodes": 2, "ranks_per_node": 8, "configuration": "c", "torch": "2.13"}
     first |= {"omn_dist": "1", "device": "cpu"}
     assert compare_members([first, first | {"host": "b"}]) == []
-    lines = compare_members([first, first | {"host": "b", "torch": "2.9", "problems": ["no disk"]}])
+    second = first | {"host": "b", "torch": "2.9", "problems": ["no disk"]}
+    lines = compare_members([first, second, second])
     assert lines == [
         "b: no disk",
         "version of torch: found a 2.13, b 2.9, expected the same on all machines; start all with the same command",
     ]
     assert check_shared(Path("runs"), ["a", "b"], [True, True]) == []
-    assert "run_folder runs: b does not see what a writes there" in check_shared(Path("runs"), ["a", "b"], [True, False])[0]
+    (line,) = check_shared(Path("runs"), ["a", "b", "b"], [True, False, False])
+    assert "run_folder runs: b does not see what a writes there" in line
 
 
 def _meet(port: int, member: int, num_members: int, seconds: float = 20) -> Meeting:
