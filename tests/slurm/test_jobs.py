@@ -74,7 +74,7 @@ def pace(tmp_path: Path) -> Iterator[Path]:
 def test_preempted_then_out_of_time_then_finished_bitwise(
     cluster: Cluster, tmp_path: Path, pace: Path, uninterrupted: Path
 ) -> None:
-    job = submit(cluster, tmp_path, pace=pace, options=("--time=10", "--signal=USR1@45"))
+    job = submit(cluster, tmp_path, pace=pace, options=("--time=30", "--signal=USR1@90"))
     until_steps(cluster, job, tmp_path, 2)
 
     # A job of a higher partition takes the nodes: SLURM sends SIGTERM and gives a minute.
@@ -86,16 +86,17 @@ def test_preempted_then_out_of_time_then_finished_bitwise(
     assert 2 <= preempted < STEPS
     assert f"saved step {preempted} of {STEPS}" in cluster.log(job)
 
-    # Its time ends: SLURM sends SIGUSR1 before the limit, at one of its looks every half minute.
-    pace.write_text("0.7")
+    # Its time ends: SLURM sends SIGUSR1 90 seconds before the limit, at one of its looks every half minute.
+    pace.write_text("1.5")
     until(lambda: steps_taken(tmp_path) > preempted, lambda: cluster.log(job))
-    cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=1")
+    minutes = int(cluster.show(job)["RunTime"].split(":")[1])
+    cluster.run("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes + 2}")
     shown = cluster.wait(job, "PENDING", *ENDED)
     assert shown["JobState"] == "PENDING", cluster.log(job)
     limited = saved_steps(tmp_path)[-1]
     assert preempted < limited < STEPS
     pace.write_text("0")
-    cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=10")
+    cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=30")
 
     shown = cluster.wait(job, *ENDED)
     log = cluster.log(job)
