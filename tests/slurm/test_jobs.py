@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster, until
-from conftest import ARGUMENTS, MICRO, REPOSITORY, STEPS
 from hosts import kill
+from launching import ARGUMENTS, MICRO, REPOSITORY, STEPS
 from runs import assert_bitwise, comparable
 
 from omn_dist.launch.network import port_of_job
