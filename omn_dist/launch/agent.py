@@ -161,6 +161,7 @@ def run_agent(
         log_folder: for one file a rank; ``None``: all ranks write where this process does.
         relay: gets the stop signals.
     """
+    _quiet_agent()
     logs: LogsSpecs = DefaultLogsSpecs() if log_folder is None else _RankLogs(log_folder)
     alone = layout.num_nodes == 1
     backend = "c10d" if alone else rendezvous
@@ -192,6 +193,15 @@ def run_agent(
         logger.error("machine %d of %d: %s: %s", layout.node_rank, layout.num_nodes, type(error).__name__, reason)
         return FAILED
     return 0
+
+
+def _quiet_agent() -> None:
+    """The agent's own messages repeat what the ranks say and what is reported here; LOGLEVEL brings them back."""
+    if "LOGLEVEL" in os.environ:
+        return
+    for name in tuple(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def thread_limits(environment: Mapping[str, str], ranks_per_node: int) -> dict[str, str]:

@@ -111,17 +111,18 @@ def compare_members(facts: Sequence[Mapping[str, Any]]) -> list[str]:
     Args:
         facts: by member: ``host``, ``problems``, and the facts that must be equal.
     """
-    lines = [f"{fact['host']}: {problem}" for fact in facts for problem in fact["problems"]]
+    # Several members may be on one machine, and say the same.
+    lines = list(dict.fromkeys(f"{fact['host']}: {problem}" for fact in facts for problem in fact["problems"]))
     for name, meaning in _EQUAL_FACTS.items():
         if len({str(fact[name]) for fact in facts}) > 1:
-            found = ", ".join(f"{fact['host']} {fact[name]}" for fact in facts)
+            found = ", ".join(dict.fromkeys(f"{fact['host']} {fact[name]}" for fact in facts))
             lines.append(f"{meaning}: found {found}, expected the same on all machines; start all with the same command")
     return lines
 
 
 def check_shared(folder: Path, hosts: Sequence[str], sees: Sequence[bool]) -> list[str]:
     """Every machine must see what the first one writes into the run folder: checkpoints have a part from each rank."""
-    blind = [host for host, saw in zip(hosts, sees, strict=True) if not saw]
+    blind = list(dict.fromkeys(host for host, saw in zip(hosts, sees, strict=True) if not saw))
     if not blind:
         return []
     return [

@@ -141,22 +141,24 @@ def start_machine(
         if layout.num_nodes > 1:
             meeting = _meet(layout, layout.node_rank, layout.num_nodes, problems)
             problems = agree_to_start(meeting, layout.node_rank, facts_of(config, layout, problems), Path(config.run_folder))
-        run_id = os.environ.get("SLURM_JOB_ID", "omn_dist")
+        stop = bool(relay.received)
+        if meeting is not None and not problems:
+            free = next_free_port(layout.port + 1) if layout.node_rank == 0 else 0
+            answers = meeting.exchange([free, stop])
+            layout = dataclasses.replace(layout, port=answers[0][0])
+            stop = any(asked for _, asked in answers)
         if problems:
             _report(problems, layout.node_rank)
             status = WRONG_INPUT
-        elif relay.received:
+        elif stop:
             status = STOPPED
         else:
             variables, own_address, _ = choose_interface(layout, list_interfaces(), os.environ)
             os.environ.update(variables | thread_limits(os.environ, ranks_per_node))
-            if meeting is not None:
-                free = next_free_port(layout.port + 1) if layout.node_rank == 0 else 0
-                layout = dataclasses.replace(layout, port=meeting.exchange(free)[0])
             status = run_agent(
                 ["-m", "omn_dist", "train", config_path, *overrides],
                 layout,
-                run_id=run_id,
+                run_id=os.environ.get("SLURM_JOB_ID", "omn_dist"),
                 rendezvous=rendezvous,
                 own_address=own_address or "127.0.0.1",
                 log_folder=log_folder,

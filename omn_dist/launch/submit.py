@@ -15,7 +15,8 @@ from omn_dist.train.config import RunConfig, load_config, read_yaml
 
 StopSignal = Literal["SIGTERM", "SIGUSR1", "SIGUSR2"]
 
-_TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")
+_TIME = re.compile(r"(?:(\d+)-)?(\d+(?::\d+){0,2})")
+_EARLY_SECONDS = 60
 _SCRIPT = Path("slurm") / "train.sbatch"
 CONFIG_COPY, JOB_COPY, COMMAND_COPY = "config.yaml", "job.yaml", "submit.txt"
 """Files that a submitted job has in its run folder."""
@@ -42,7 +43,8 @@ class JobConfig:
     memory: str | None = None
     """Memory of each machine, such as ``200G``; null: the partition's default."""
     time: str
-    """Longest run of one attempt, in SLURM's form: ``minutes``, ``hours:minutes:seconds``, ``days-hours:minutes:seconds``."""
+    """Longest run of one attempt, in SLURM's form: ``minutes``, ``hours:minutes:seconds``, ``days-hours:minutes:seconds``;
+    more than ``signal_seconds`` and a minute."""
     partition: str | None = None
     """Partition; null: the default one."""
     account: str | None = None
@@ -70,8 +72,12 @@ class JobConfig:
                 raise SettingsError(f"{name}: found {getattr(self, name)}, expected at least {least}")
         if self.cpus_per_rank is not None and self.cpus_per_rank < 1:
             raise SettingsError(f"cpus_per_rank: found {self.cpus_per_rank}, expected at least 1, or null")
-        if not _TIME.fullmatch(self.time):
-            raise SettingsError(f"time: found {self.time!r}, expected such as '90', '12:00:00' or '2-00:00:00', in quotes")
+        seconds = time_limit_seconds(self.time)
+        if seconds <= self.signal_seconds + _EARLY_SECONDS:
+            raise SettingsError(
+                f"time: found {self.time!r}, {seconds} s, expected more than signal_seconds + {_EARLY_SECONDS} = "
+                f"{self.signal_seconds + _EARLY_SECONDS}: the job would be told to stop when it starts; change one of them"
+            )
         if self.ranks_per_node is None and self.gpus_per_node == 0:
             raise SettingsError("ranks_per_node: not set, expected a number where gpus_per_node is 0")
         if self.ranks < 1 or (self.gpus_per_node and self.ranks > self.gpus_per_node):
@@ -83,6 +89,21 @@ class JobConfig:
     def ranks(self) -> int:
         """Ranks on each machine."""
         return self.gpus_per_node if self.ranks_per_node is None else self.ranks_per_node
+
+
+def time_limit_seconds(text: str) -> int:
+    """SLURM's forms of a time limit in seconds: ``m``, ``m:s``, ``h:m:s``, ``d-h``, ``d-h:m``, ``d-h:m:s``.
+
+    Raises:
+        SettingsError: another form.
+    """
+    match = _TIME.fullmatch(text)
+    if match is None:
+        raise SettingsError(f"time: found {text!r}, expected such as '90', '12:00:00' or '2-00:00:00', in quotes")
+    parts = [int(part) for part in match[2].split(":")]
+    with_hours = match[1] is not None or len(parts) == 3
+    units = (3600, 60, 1) if with_hours else (60, 1)
+    return int(match[1] or 0) * 86_400 + sum(part * unit for part, unit in zip(parts, units, strict=False))
 
 
 def load_job(path: str | Path) -> tuple[JobConfig, RunConfig]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hosts import Host, kill
 
-TIMEOUT = 120.0
+TIMEOUT = 240.0
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 
 _CONFIGURATION = """

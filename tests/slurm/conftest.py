@@ -1,36 +1,12 @@
 """Two hosts, a SLURM on them, and one run that nothing disturbed: each made once."""
 
-import os
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import cluster as slurm
 import hosts as machines
 import pytest
-
-REPOSITORY = Path(__file__).parents[2]
-MICRO = REPOSITORY / "tests" / "micro.yaml"
-STEPS = 40
-ARGUMENTS = [str(MICRO), "schedule.total_tokens=5120", "logging.validation_every_steps=10"]
-
-
-def environment() -> dict[str, str]:
-    """Variables of a host: this Python and this package, one thread, nothing of an outer job or launcher."""
-    foreign = ("SLURM", "SBATCH", "SRUN", "MASTER_", "GLOO_", "NODE")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    return kept | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "PATH": slurm.search_path(), "PYTHON": sys.executable}
-
-
-def launch_command(run_folder: Path, *options: str) -> list[str]:
-    """The command that every machine runs."""
-    return [sys.executable, "-m", "omn_dist", "launch", *ARGUMENTS, f"run_folder={run_folder}", *options]
-
-
-def nodes_environment(host: machines.Host, hosts: Sequence[machines.Host]) -> dict[str, str]:
-    """The variables of one of several machines."""
-    rank = str(list(hosts).index(host))
-    return environment() | {"NODES": str(len(hosts)), "NODE_RANK": rank, "MASTER_ADDR": hosts[0].address}
+from launching import environment, launch_command, nodes_environment
 
 
 @pytest.fixture(scope="session")

@@ -51,7 +51,7 @@ class Host:
         """The command that runs ``command`` on this host; it dies with the process that starts it."""
         return ["setpriv", "--pdeathsig", "KILL", "nsenter", "-t", str(self.process_number), "-n", "-u", "-m", *command]
 
-    def run(self, *command: str, env: Mapping[str, str] | None = None, seconds: float = 60, check: bool = True) -> str:
+    def run(self, *command: str, env: Mapping[str, str] | None = None, seconds: float = 120, check: bool = True) -> str:
         """Run a command to its end; its output and messages."""
         answer = subprocess.run(
             self.command(*command), env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds

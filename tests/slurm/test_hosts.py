@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from cluster import TIMEOUT, until
-from conftest import STEPS, launch_command, nodes_environment
 from hosts import INTERFACE, Host
+from launching import STEPS, launch_command, nodes_environment
 from runs import assert_bitwise, comparable
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def start(

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster, until
-from conftest import ARGUMENTS, MICRO, REPOSITORY, STEPS
 from hosts import kill
+from launching import ARGUMENTS, MICRO, REPOSITORY, STEPS
 from runs import assert_bitwise, comparable
 
 from omn_dist.launch.network import port_of_job
 
-pytestmark = [pytest.mark.slurm, pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slurm, pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(900)]
 
 SCRIPTS = sorted((REPOSITORY / "slurm").glob("*.sbatch"))
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
@@ -74,7 +74,7 @@ def pace(tmp_path: Path) -> Iterator[Path]:
 def test_preempted_then_out_of_time_then_finished_bitwise(
     cluster: Cluster, tmp_path: Path, pace: Path, uninterrupted: Path
 ) -> None:
-    job = submit(cluster, tmp_path, pace=pace, options=("--time=10", "--signal=USR1@45"))
+    job = submit(cluster, tmp_path, pace=pace, options=("--time=30", "--signal=USR1@90"))
     until_steps(cluster, job, tmp_path, 2)
 
     # A job of a higher partition takes the nodes: SLURM sends SIGTERM and gives a minute.
@@ -86,16 +86,17 @@ def test_preempted_then_out_of_time_then_finished_bitwise(
     assert 2 <= preempted < STEPS
     assert f"saved step {preempted} of {STEPS}" in cluster.log(job)
 
-    # Its time ends: SLURM sends SIGUSR1 before the limit, at one of its looks every half minute.
-    pace.write_text("0.7")
+    # Its time ends: SLURM sends SIGUSR1 90 seconds before the limit, at one of its looks every half minute.
+    pace.write_text("1.5")
     until(lambda: steps_taken(tmp_path) > preempted, lambda: cluster.log(job))
-    cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=1")
+    minutes = int(cluster.show(job)["RunTime"].split(":")[1])
+    cluster.run("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes + 2}")
     shown = cluster.wait(job, "PENDING", *ENDED)
     assert shown["JobState"] == "PENDING", cluster.log(job)
     limited = saved_steps(tmp_path)[-1]
     assert preempted < limited < STEPS
     pace.write_text("0")
-    cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=10")
+    cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=30")
 
     shown = cluster.wait(job, *ENDED)
     log = cluster.log(job)
@@ -225,7 +226,7 @@ def test_submit_starts_the_job_that_it_prints(cluster: Cluster, tmp_path: Path) 
     """Through YAML, to a run folder that explains itself; the input is wrong, so that nothing long runs."""
     job_file = tmp_path / "job.yaml"
     job_file.write_text(
-        f"config: {MICRO}\nnodes: 2\nranks_per_node: 3\ntime: '5'\nenvironment: {environment_folder()}\n"
+        f"config: {MICRO}\nnodes: 2\nranks_per_node: 3\ntime: '20'\nenvironment: {environment_folder()}\n"
         f"overrides: [run_folder={tmp_path / 'run'}]\n"
     )
     output = cluster.run(f"{environment_folder()}/bin/python", "-m", "omn_dist", "submit", str(job_file))

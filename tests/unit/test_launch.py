@@ -27,7 +27,7 @@ from omn_dist.launch.checks import (
 from omn_dist.launch.layout import read_layout, tasks_by_node
 from omn_dist.launch.meeting import Meeting
 from omn_dist.launch.network import Interface, is_free, list_interfaces, next_free_port, port_of_job, resolve, source_address
-from omn_dist.launch.submit import JobConfig, sbatch_command
+from omn_dist.launch.submit import JobConfig, sbatch_command, time_limit_seconds
 from omn_dist.launch.throughput import throughput_table
 from omn_dist.settings import SettingsError, from_mapping
 
@@ -162,13 +162,15 @@ def test_members_that_differ_are_named_with_what_they_have() -> None:
     first = {"host": "a", "problems": [], "num_nodes": 2, "ranks_per_node": 8, "configuration": "c", "torch": "2.13"}
     first |= {"omn_dist": "1", "device": "cpu"}
     assert compare_members([first, first | {"host": "b"}]) == []
-    lines = compare_members([first, first | {"host": "b", "torch": "2.9", "problems": ["no disk"]}])
+    second = first | {"host": "b", "torch": "2.9", "problems": ["no disk"]}
+    lines = compare_members([first, second, second])
     assert lines == [
         "b: no disk",
         "version of torch: found a 2.13, b 2.9, expected the same on all machines; start all with the same command",
     ]
     assert check_shared(Path("runs"), ["a", "b"], [True, True]) == []
-    assert "run_folder runs: b does not see what a writes there" in check_shared(Path("runs"), ["a", "b"], [True, False])[0]
+    (line,) = check_shared(Path("runs"), ["a", "b", "b"], [True, False, False])
+    assert "run_folder runs: b does not see what a writes there" in line
 
 
 def _meet(port: int, member: int, num_members: int, seconds: float = 20) -> Meeting:
@@ -287,10 +289,15 @@ def _submit(tmp_path: Path, text: str, *options: str) -> int:
     return main(["submit", str(job), *options])
 
 
+def test_time_limits_in_all_of_slurms_forms() -> None:
+    forms = {"90": 5400, "90:30": 5430, "1:02:03": 3723, "2-3": 183_600, "2-3:04": 183_840, "2-3:04:05": 183_845}
+    assert {form: time_limit_seconds(form) for form in forms} == forms
+
+
 def test_a_dry_run_prints_the_command_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _submit(tmp_path, "time: '5'\n", "--dry-run") == 0
+    assert _submit(tmp_path, "time: '20'\n", "--dry-run") == 0
     output = capsys.readouterr().out
-    assert output.startswith("sbatch --job-name=omn_dist --nodes=2 --ntasks-per-node=1 --time=5 --signal=USR1@300 ")
+    assert output.startswith("sbatch --job-name=omn_dist --nodes=2 --ntasks-per-node=1 --time=20 --signal=USR1@300 ")
     assert output.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
@@ -299,13 +306,14 @@ def test_a_dry_run_prints_the_command_and_leaves_nothing(tmp_path: Path, capsys:
     ("text", "message"),
     [
         ("time: 90\n", "time: found 90, expected str"),
+        ("time: '5'\n", "time: found '5', 300 s, expected more than signal_seconds + 60 = 360"),
         ("time: soon\n", "time: found 'soon'"),
-        ("time: '5'\nnodse: 3\n", "did you mean 'nodes'"),
+        ("time: '20'\nnodse: 3\n", "did you mean 'nodes'"),
         (
-            "time: '5'\nsignal: SIGUSR2\n",
+            "time: '20'\nsignal: SIGUSR2\n",
             "signal: found SIGUSR2, expected one of the run's stop_signals (SIGTERM, SIGINT, SIGUSR1)",
         ),
-        ("time: '5'\ngpus_per_node: 0\ncpus_per_rank: 0\n", "cpus_per_rank: found 0"),
+        ("time: '20'\ngpus_per_node: 0\ncpus_per_rank: 0\n", "cpus_per_rank: found 0"),
     ],
 )
 def test_a_wrong_job_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str) -> None:
@@ -318,7 +326,7 @@ def test_without_sbatch_a_job_is_not_submitted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert _submit(tmp_path, "time: '5'\n") == 2
+    assert _submit(tmp_path, "time: '20'\n") == 2
     assert "sbatch: not found on PATH" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
