@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-POWER_ITERATIONS = 12
-"""Pairs of products. On gaussian updates after five quintic steps the estimate is at least 0.98 of the norm, never more."""
+POWER_ITERATIONS = 24
+"""Pairs of matrix-vector products. On gaussians and on what five quintic steps make of them, to 512 x 2048, the estimate was 0.963
+to 1.000 of the norm, never more."""
 
 
 def spectral_norm(matrices: Tensor) -> Tensor:
@@ -26,7 +27,7 @@ def spectral_norm(matrices: Tensor) -> Tensor:
 
 
 def capped(updates: Tensor, cap: float) -> Tensor:
-    """``U min(1, cap / sigma)`` as a new tensor, sigma the estimated largest singular value of each ``[..., rows, columns]``."""
+    """``U min(1, cap / sigma)``, sigma the estimated largest singular value of each of ``[..., rows, columns]``; a new tensor."""
     sigma = spectral_norm(updates).clamp(min=1e-30)
     return updates * (cap / sigma).clamp(max=1.0).to(updates.dtype)[..., None, None]
 
