@@ -8,6 +8,9 @@ import numpy as np
 from omn_dist.plan.matrix import Matrix
 from omn_dist.plan.tally import Tally
 
+# Smaller budgets are taken literally, as far as whole matrices allow: who asks for them wants many waves, not a fast step.
+_LITERAL_BYTES = 2**20
+
 Waves = list[list[int]]
 """Indices into matrices."""
 
@@ -40,7 +43,8 @@ def assign_waves(
     then that of the busiest rank: as if ranks never waited for each other.
 
     The number of waves is the smallest for which neither a slot (what goes out and comes in) nor the stack of whole matrices
-    needs more than ``wave_bytes`` on any rank; where a single matrix needs more, the budget is 5/4 of what that takes.
+    needs more than ``wave_bytes`` on any rank; where a single matrix needs more, a budget of at least
+    1 MiB becomes 5/4 of what that takes.
 
     Args:
         matrices: on ``world_size`` ranks.
@@ -61,7 +65,7 @@ def assign_waves(
     sizes = [matrix.num_elements for matrix in matrices]
     rounds, differences = _common_rounds(queues, tally.kinds.tolist())
     # Where one matrix needs more than the budget, a quarter more on top often saves the ranks a whole wait for each other.
-    most = max(wave_bytes, tally.largest_round * 5 // 4)
+    most = wave_bytes if wave_bytes < _LITERAL_BYTES else max(wave_bytes, tally.largest_round * 5 // 4)
     weights = _weights(differences, costs, sizes)
     sets = rounds + _fewest(lambda count: _by_share(differences, weights, count), tally, most, differences)
     # The rank that holds most of a set decides how much room the set needs.

@@ -18,6 +18,8 @@ _COLORS = {
 }
 # Ranks of a time line that can still be told apart.
 _MOST_LANES = 16
+# Waves of a time line that can still be told apart.
+_MOST_WAVES = 40
 
 
 def _pyplot() -> Any:
@@ -108,6 +110,8 @@ def _load(axes: Any, row: Row) -> None:
 def _timeline(axes: Any, row: Row) -> None:
     lanes = min(row.plan.world_size, _MOST_LANES)
     for event in row.timeline.events:
+        if event.wave >= _MOST_WAVES:
+            continue
         if event.activity in ("gather", "scatter"):
             axes.barh(-1, 1e3 * (event.end[0] - event.start[0]), left=1e3 * event.start[0], height=0.8, color="#756bb1")
             continue
@@ -119,7 +123,9 @@ def _timeline(axes: Any, row: Row) -> None:
     axes.invert_yaxis()
     axes.set_ylabel("rank")
     axes.set_xlabel("ms")
-    axes.set_title(f"{row.model.name} on {row.plan.world_size} ranks: {1e3 * row.timeline.seconds:.1f} ms predicted", fontsize=9)
+    shown = "" if len(row.plan.waves) <= _MOST_WAVES else f"; its first {_MOST_WAVES} of {len(row.plan.waves)} waves"
+    title = f"{row.model.name} on {row.plan.world_size} ranks: {1e3 * row.timeline.seconds:.1f} ms predicted{shown}"
+    axes.set_title(title, fontsize=9)
     axes.legend(fontsize=6, ncols=4, loc="lower right")
 
 

@@ -69,6 +69,20 @@ def test_a_step_waits_for_what_it_needs() -> None:
     assert simulate(plan, busy).seconds == pytest.approx(4 * exchange + 2 * work)
 
 
+def test_updates_are_applied_when_they_have_come() -> None:
+    plan = plan_ownership({f"m{index}": (8, 8) for index in range(6)}, 2, wave_bytes=300)
+    crawling = Topology(**{**vars(SLOW), "inside_bytes_per_second": 1e-4})
+    events = simulate(plan, UNIT, crawling).events
+    for wave in range(3):
+        (sent,) = [event for event in events if (event.activity, event.wave) == ("scatter", wave)]
+        # The own part first, then what others sent.
+        _, returned = [event for event in events if (event.activity, event.wave) == ("apply", wave)]
+        assert (returned.start >= sent.end).all()
+        (gathered,) = [event for event in events if (event.activity, event.wave) == ("gather", wave)]
+        (worked,) = [event for event in events if (event.activity, event.wave) == ("orthogonalize", wave)]
+        assert (worked.start >= gathered.end).all()
+
+
 def test_a_step_is_never_shorter_than_its_busiest_rank_or_longer_than_lockstep() -> None:
     shapes = {f"m{index}": (8 + 8 * (index % 3), 24) for index in range(23)}
     for world_size in (2, 3, 5):
