@@ -22,8 +22,10 @@ from omn_dist.exchange.route import wave_route
 from omn_dist.plan import Matrix, plan_matrices
 from omn_dist.plan.placement import placed
 
-SHAPES = ((20, 10), (10, 20), (6, 20), (20, 6), (10, 10), (3, 8), (1, 16), (16, 1))
-NAMES = [f"m{index}" for index in range(len(SHAPES))]
+# Stacks of 5 and of 8 experts, and a projection of 3 heads; the rest are matrices themselves.
+VIEWS = {(5, 4, 6): (5, 4, 6), (8, 4, 6): (8, 4, 6), (12, 10): (3, 4, 10)}
+SHAPES = ((20, 10), (10, 20), (6, 20), (20, 6), (10, 10), (3, 8), (1, 16), (16, 1), *VIEWS)
+NAMES = [f"m{index:02}" for index in range(len(SHAPES))]
 NUM_STEPS = 3
 
 ROWS, COLUMNS, COPY = Shard(0), Shard(1), Replicate()
@@ -53,21 +55,55 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {
 }
 
 
-def _expected(preset: str) -> dict[str, Tensor]:
-    weights = dict(zip(NAMES, whole_tensors(SHAPES, 0), strict=True))
-    gradients = [dict(zip(NAMES, whole_tensors(SHAPES, 100 + step), strict=True)) for step in range(NUM_STEPS)]
+def _apart(stored: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Every matrix as a tensor of its own."""
+    found = {}
+    for name, tensor in zip(NAMES, stored, strict=True):
+        view = VIEWS.get(tuple(tensor.shape))
+        parts = [tensor] if view is None else tensor.view(view).unbind()
+        found.update({f"{name}.{index}": part.clone() for index, part in enumerate(parts)})
+    return found
+
+
+def _expected(preset: str) -> list[Tensor]:
+    """Whole stored parameters after the last step, from matrices apart in this process."""
+    weights = _apart(whole_tensors(SHAPES, 0))
+    gradients = [_apart(whole_tensors(SHAPES, 100 + step)) for step in range(NUM_STEPS)]
     if preset == "omn":
         reference = OMNReference(weights)
         for gradient in gradients:
             reference.step(gradient)
-        return reference.weights
-    parameters = {name: nn.Parameter(weight) for name, weight in weights.items()}
-    optimizer = torch.optim.Muon(parameters.values(), weight_decay=0.1)
-    for gradient in gradients:
-        for name, parameter in parameters.items():
-            parameter.grad = gradient[name]
-        optimizer.step()
-    return {name: parameter.detach() for name, parameter in parameters.items()}
+        weights = reference.weights
+    else:
+        parameters = {name: nn.Parameter(weight) for name, weight in weights.items()}
+        optimizer: torch.optim.Optimizer
+        if preset == "torch":
+            optimizer = torch.optim.Muon(parameters.values(), weight_decay=0.1)
+        else:
+            optimizer = DualOptimizer([{"params": list(parameters.values()), "algorithm": "muon"}], preset=preset)
+        for gradient in gradients:
+            for name, parameter in parameters.items():
+                parameter.grad = gradient[name]
+            optimizer.step()
+        weights = {name: parameter.detach() for name, parameter in parameters.items()}
+    return [
+        torch.stack([weight for name, weight in weights.items() if name.startswith(f"{stored}.")]).view(shape)
+        for stored, shape in zip(NAMES, SHAPES, strict=True)
+    ]
+
+
+def _groups(parameters: Sequence[nn.Parameter], omitted: Sequence[tuple[int, ...]] = ()) -> list[dict[str, Any]]:
+    groups: dict[tuple[int, ...] | None, dict[str, Any]] = {}
+    for name, parameter in zip(NAMES, parameters, strict=True):
+        if tuple(parameter.shape) in omitted:
+            continue
+        view = VIEWS.get(tuple(parameter.shape))
+        group = groups.setdefault(view, {"params": [], "param_names": [], "algorithm": "muon"})
+        group["params"].append(parameter)
+        group["param_names"].append(name)
+        if view is not None:
+            group["muon_shape"] = view
+    return list(groups.values())
 
 
 def _check(optimizer: DualOptimizer, parameters: Sequence[nn.Parameter], preset: str, rank: int | None = None) -> None:
@@ -82,23 +118,25 @@ def _check(optimizer: DualOptimizer, parameters: Sequence[nn.Parameter], preset:
             for parameter, gradient in zip(parameters, whole_tensors(SHAPES, 100 + step), strict=True):
                 set_gradient(parameter, gradient)
             optimizer.step()
-    for name, parameter in zip(NAMES, parameters, strict=True):
-        assert is_shard_of(parameter.detach(), _expected(preset)[name]), name
+    grouped = {name for group in optimizer.param_groups for name in group["param_names"]}
+    for name, parameter, expected in zip(NAMES, parameters, _expected(preset), strict=True):
+        assert name not in grouped or is_shard_of(parameter.detach(), expected), name
     assert optimizer.bytes_sent == NUM_STEPS * int(plan.bytes_sent_by_rank[rank])
     assert optimizer.num_collectives == NUM_STEPS * plan.num_collectives
 
 
 def _layout(mesh_shape: tuple[int, ...], placements: tuple[Placement, ...], preset: str) -> None:
     mesh = init_device_mesh("cpu", mesh_shape)
+    # NorMuon refuses shards that have rows but no column: nobody would return the moment of those rows.
+    columns = torch.Size(size for size, placement in zip(mesh_shape, placements, strict=True) if placement == COLUMNS).numel()
+    omitted = [shape for shape in SHAPES if preset == "normuon" and columns > 1 and len(shape) == 2 and shape[1] < 8]
     for wave_bytes in (1, 2**20):
         parameters = [sharded(tensor, mesh, placements) for tensor in whole_tensors(SHAPES, 0)]
-        optimizer = DualOptimizer(
-            [{"params": parameters, "param_names": NAMES, "algorithm": "muon"}], preset=preset, wave_bytes=wave_bytes
-        )
+        optimizer = DualOptimizer(_groups(parameters, omitted), preset=preset, wave_bytes=wave_bytes)
         _check(optimizer, parameters, preset)
 
 
-@pytest.mark.parametrize("preset", ["omn", "torch"])
+@pytest.mark.parametrize("preset", ["omn", "torch", "normuon"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_are_bitwise_one_process(layout: str, preset: str) -> None:
     mesh_shape, placements = LAYOUTS[layout]
@@ -130,7 +168,7 @@ def test_copies_divide_the_work_and_stay_equal() -> None:
 def _copies_repeat_the_work(mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]) -> tuple[int, int]:
     mesh = init_device_mesh("cpu", mesh_shape)
     parameters = [sharded(tensor, mesh, placements) for tensor in whole_tensors(SHAPES, 0)]
-    optimizer = DualOptimizer([{"params": parameters, "param_names": NAMES, "algorithm": "muon"}], copies="repeat")
+    optimizer = DualOptimizer(_groups(parameters), copies="repeat")
     rank = 0
     for size, position, placement in zip(mesh.shape, mesh.get_coordinate() or (), placements, strict=True):
         if placement != COPY:
@@ -152,7 +190,7 @@ def test_copies_may_repeat_the_work(mesh_shape: tuple[int, ...], placements: tup
 def _transposed_numbering() -> None:
     mesh = DeviceMesh("cpu", [[0, 2], [1, 3]])
     parameters = [sharded(tensor, mesh, (ROWS, COLUMNS)) for tensor in whole_tensors(SHAPES, 0)]
-    _check(DualOptimizer([{"params": parameters, "param_names": NAMES, "algorithm": "muon"}]), parameters, "omn")
+    _check(DualOptimizer(_groups(parameters)), parameters, "omn")
 
 
 def test_a_mesh_that_numbers_its_ranks_otherwise() -> None:
@@ -168,16 +206,16 @@ def _several_meshes() -> None:
         (None, ()),
     ]
     parameters = [sharded(tensor, *layouts[index % len(layouts)]) for index, tensor in enumerate(whole_tensors(SHAPES, 0))]
-    with pytest.warns(UserWarning, match="2 matrices are plain tensors"):
-        optimizer = DualOptimizer([{"params": parameters, "param_names": NAMES, "algorithm": "muon"}])
+    with pytest.warns(UserWarning, match="matrices are plain tensors"):
+        optimizer = DualOptimizer(_groups(parameters))
     # All four ranks, this rank's pair of the inner axis, and this process alone.
     assert [plan.world_size for plan in optimizer.plans] == [4, 2, 1]
     for step in range(NUM_STEPS):
         for parameter, gradient in zip(parameters, whole_tensors(SHAPES, 100 + step), strict=True):
             set_gradient(parameter, gradient)
         optimizer.step()
-    for name, parameter in zip(NAMES, parameters, strict=True):
-        assert is_shard_of(parameter.detach(), _expected("omn")[name]), name
+    for name, parameter, expected in zip(NAMES, parameters, _expected("omn"), strict=True):
+        assert is_shard_of(parameter.detach(), expected), name
 
 
 def test_several_meshes_and_plain_tensors_in_one_model() -> None:
