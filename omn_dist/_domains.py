@@ -2,8 +2,8 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -14,10 +14,12 @@ from omn_dist.algorithms.row_numbers import MATRIX_ALGORITHMS
 from omn_dist.algorithms.vector import vector_segments
 from omn_dist.exchange.pipeline import Pipeline
 from omn_dist.exchange.transport import all_gather_single
+from omn_dist.plan.devices import DEVICES, Device
 from omn_dist.plan.layout import Layout, Piece
 from omn_dist.plan.matrix import Matrix
 from omn_dist.plan.ownership import Plan, plan_matrices
 from omn_dist.plan.placement import Copies, placed
+from omn_dist.plan.simulation import simulate
 from omn_dist.plan.traffic import Transport
 from omn_dist.plan.views import View, matrices_of
 
@@ -74,7 +76,7 @@ def build_domains(
     transport: Transport,
     shared: SharedGroups,
     owners: Mapping[str, int],
-    copies: Copies,
+    copies: Copies | Literal["auto"],
 ) -> list[Domain]:
     """The domains of the matrix groups. Collective over each domain's ranks, which compare their plans.
 
@@ -83,61 +85,85 @@ def build_domains(
         NotImplementedError: a placement that is not supported.
     """
     replicas = tuple(dist.get_process_group_ranks(shared.replicas)) if shared.replicas is not None else ()
-    by_ranks: dict[tuple[int, ...], tuple[list[Matrix], dict[str, Member]]] = {}
+    dtype = _wire_dtype(wire, groups)
+    device = groups[0]["params"][0].device if groups else torch.device("cpu")
+
+    def plans(choice: Copies) -> list[_Planned]:
+        found = _together(groups, replicas, choice)
+        names = {matrix.name for planned in found for matrix in planned.matrices}
+        for name in (*owners, *(names if owners else ())):
+            if name not in names or name not in owners:
+                raise ValueError(
+                    f"owners: {name!r} is in one of owners and matrices only, expected an owner for every matrix and no more "
+                    "(names of Muon parameters, with the part in brackets where a view splits one)"
+                )
+        for planned in found:
+            planned.plan = plan_matrices(
+                planned.matrices,
+                max(len(planned.ranks), 1),
+                wave_bytes=wave_bytes,
+                wire_itemsize=dtype.itemsize,
+                transport=transport,
+                owners=[owners[matrix.name] for matrix in planned.matrices] if owners else None,
+            )
+        return found
+
+    if copies == "auto":
+        chosen = min(
+            (plans("share"), plans("repeat")),
+            key=lambda found: sum(simulate(planned.plan, device_like(device)).seconds for planned in found),
+        )
+    else:
+        chosen = plans(copies)
+    return [_build(planned, device, dtype, shared) for planned in chosen]
+
+
+@dataclass
+class _Planned:
+    """Matrices that share one set of ranks, on their way to a domain."""
+
+    ranks: tuple[int, ...]
+    matrices: list[Matrix]
+    members: dict[str, Member]
+    plan: Plan = field(init=False)
+
+
+def _together(groups: Sequence[dict[str, Any]], replicas: tuple[int, ...], copies: Copies) -> list[_Planned]:
+    """Matrices by their ranks; in one order on all ranks, large sets first, so that AdamW runs beside their first gather."""
+    by_ranks: dict[tuple[int, ...], _Planned] = {}
     for group in groups:
         view = View.from_group(group)
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
             place = placed(name, parameter, replicas, copies)
-            matrices, members = by_ranks.setdefault(place.ranks, ([], {}))
-            if name in members:
+            planned = by_ranks.setdefault(place.ranks, _Planned(place.ranks, [], {}))
+            if name in planned.members:
                 raise ValueError(f"parameter {name}: two parameters of this name, expected unique param_names")
-            matrices.extend(_worked(name, view, place.layout, group))
-            members[name] = (parameter, group)
-    unknown = sorted(set(owners) - {matrix.name for matrices, _ in by_ranks.values() for matrix in matrices})
-    if unknown:
-        raise ValueError(
-            f"owners: {unknown[0]!r} is no matrix of this optimizer, expected names of Muon parameters, with the part in brackets "
-            "where a view splits one"
-        )
-    dtype = _wire_dtype(wire, groups)
-    # In one order on all ranks, those with most to do first, so that AdamW runs beside their first gather.
-    return [
-        _build(ranks, *by_ranks[ranks], dtype, wave_bytes, transport, shared, owners)
-        for ranks in sorted(by_ranks, key=lambda ranks: (-len(ranks), ranks))
-    ]
+            planned.matrices.extend(_worked(name, view, place.layout, group))
+            planned.members[name] = (parameter, group)
+    return [by_ranks[ranks] for ranks in sorted(by_ranks, key=lambda ranks: (-len(ranks), ranks))]
 
 
-def _build(
-    ranks: tuple[int, ...],
-    matrices: list[Matrix],
-    members: dict[str, Member],
-    dtype: torch.dtype,
-    wave_bytes: int,
-    transport: Transport,
-    shared: SharedGroups,
-    owners: Mapping[str, int],
-) -> Domain:
-    world_size = max(len(ranks), 1)
-    plan = plan_matrices(
-        matrices,
-        world_size,
-        wave_bytes=wave_bytes,
-        wire_itemsize=dtype.itemsize,
-        transport=transport,
-        owners=[owners[matrix.parameter_name] for matrix in matrices] if owners else None,
-    )
+def device_like(device: torch.device) -> Device:
+    """The profile by which choices are made for a torch device: that of a GPU whose name says so, else of an H100, or of a CPU."""
+    if device.type != "cuda":
+        return DEVICES["cpu"]
+    name = torch.cuda.get_device_name(device).lower()
+    return next((profile for key, profile in DEVICES.items() if key in name), DEVICES["h100"])
+
+
+def _build(planned: _Planned, device: torch.device, dtype: torch.dtype, shared: SharedGroups) -> Domain:
+    ranks, plan = planned.ranks, planned.plan
     if not ranks and dist.is_initialized() and dist.get_world_size() > 1:
         warnings.warn(
-            f"{len(matrices)} matrices are plain tensors and no process_group was given: each of {dist.get_world_size()} ranks "
-            "orthogonalises all of them; pass process_group to share the work of equal copies",
+            f"{len(plan.matrices)} matrices are plain tensors and no process_group was given: each of {dist.get_world_size()} "
+            "ranks orthogonalises all of them; pass process_group to share the work of equal copies",
             stacklevel=5,
         )
-    device = next(iter(members.values()))[0].device
     group = shared.of(ranks)
     if group is not None:
         compare_plans(plan, group, device)
     rank = ranks.index(dist.get_rank()) if ranks else 0
-    return Domain(plan, members, Pipeline(plan, rank, group, device, dtype))
+    return Domain(plan, planned.members, Pipeline(plan, rank, group, device, dtype))
 
 
 def compare_plans(plan: Plan, group: dist.ProcessGroup, device: torch.device) -> None:

@@ -3,7 +3,7 @@
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -67,7 +67,8 @@ class DualOptimizer(torch.optim.Optimizer):
         deterministic: orthogonalise one matrix after the other, so that bits do not depend on which matrices share an owner.
             Without it matrices of one shape go through one batched call, which is faster, and on some devices rounds otherwise.
         copies: ranks with equal copies of a DTensor (HSDP) ``"share"`` its matrices, each update crossing to the other copies
-            once, or ``"repeat"`` the work in every copy with no traffic between them.
+            once, or ``"repeat"`` the work in every copy with no traffic between them. ``"auto"`` takes what the simulated step
+            of both plans says for a device like this one.
         master_weights: keep an fp32 copy of every half-precision parameter in the state (key ``master``), step on that, and
             round it to the parameter. Without it steps below the parameter's precision are lost; a warning says so.
         overrides: fields of the preset.
@@ -93,7 +94,7 @@ class DualOptimizer(torch.optim.Optimizer):
         process_group: dist.ProcessGroup | None = None,
         owners: Mapping[str, int] | None = None,
         deterministic: bool = True,
-        copies: Copies = "share",
+        copies: Copies | Literal["auto"] = "share",
         master_weights: bool = False,
         **overrides: Any,
     ) -> None:
@@ -102,9 +103,9 @@ class DualOptimizer(torch.optim.Optimizer):
             raise ValueError(unknown_name("transport", transport, ("all_to_all", "all_gather")))
         self._wave_bytes = wave_bytes
         self._deterministic = deterministic
-        if copies not in ("share", "repeat"):
-            raise ValueError(unknown_name("choice of copies", copies, ("share", "repeat")))
-        self._copies: Copies = copies
+        if copies not in ("share", "repeat", "auto"):
+            raise ValueError(unknown_name("choice of copies", copies, ("share", "repeat", "auto")))
+        self._copies: Copies | Literal["auto"] = copies
         self._master_weights = master_weights
         self._transport: Transport = transport
         self._owners = dict(owners or {})

@@ -187,6 +187,19 @@ def test_copies_may_repeat_the_work(mesh_shape: tuple[int, ...], placements: tup
     assert any(sent for _, sent in results) == (world_size > 1)
 
 
+def _cheaper_copies(size: int) -> int:
+    mesh = init_device_mesh("cpu", (2, 2))
+    parameters = [sharded(tensor, mesh, (COPY, ROWS)) for tensor in whole_tensors([(size, size)] * 4, 0)]
+    optimizer = DualOptimizer([{"params": parameters, "algorithm": "muon"}], preset="torch", copies="auto")
+    return optimizer.plans[0].world_size
+
+
+@pytest.mark.parametrize(("size", "world_size"), [(8, 2), (512, 4)])
+def test_auto_shares_what_is_worth_sending(size: int, world_size: int) -> None:
+    """Tiny matrices cost less to repeat in both copies than one more message; large ones are divided over all four ranks."""
+    assert run_ranks(4, _cheaper_copies, size) == [world_size] * 4
+
+
 def _transposed_numbering() -> None:
     mesh = DeviceMesh("cpu", [[0, 2], [1, 3]])
     parameters = [sharded(tensor, mesh, (ROWS, COLUMNS)) for tensor in whole_tensors(SHAPES, 0)]

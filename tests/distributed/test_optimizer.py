@@ -323,7 +323,7 @@ def _matrix() -> nn.Parameter:
         ([{"params": [_matrix()], "algorithm": "muon"}], {"lr": "fast"}, "lr: found 'fast', expected float"),
         ([{"params": [_matrix()], "algorithm": "muon"}], {"transport": "carrier"}, "unknown transport"),
         ([{"params": [_matrix()], "algorithm": "muon"}], {"wave_bytes": 0}, "wave_bytes: found 0"),
-        ([{"params": [_matrix()], "algorithm": "muon"}], {"owners": {"x": 0}}, "'x' is no matrix"),
+        ([{"params": [_matrix()], "algorithm": "muon"}], {"owners": {"x": 0}}, "'x' is in one of owners and matrices only"),
         ([{"params": [nn.Parameter(torch.ones(4))], "algorithm": "muon"}], {}, "expected a matrix"),
         ([{"params": [nn.Parameter(torch.ones(2, 2, device="meta"))], "algorithm": "muon"}], {}, "meta device"),
     ],
