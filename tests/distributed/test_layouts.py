@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from references import OMNReference, is_shard_of, local_of, set_gradient, sharded, whole_tensors
+from references import OMNReference, is_shard_of, local_of, set_gradient, sharded, whole, whole_tensors
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -243,15 +243,17 @@ class _Network(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(hidden, 2 * hidden, bias=False), nn.Linear(2 * hidden, hidden, bias=False)
 
+        self.use_down = True
+
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.down(self.up(tokens).relu())
+        hidden = self.up(tokens).relu()
+        return self.down(hidden) if self.use_down else hidden
 
 
 def _real(kind: str, hidden: int) -> None:
     torch.manual_seed(0)
-    whole = _Network(hidden)
-    weights = {name: parameter.detach().clone() for name, parameter in whole.named_parameters()}
-    model: Any = whole
+    model: Any = _Network(hidden)
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     options: dict[str, Any] = {}
     if kind == "tensor parallel":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
@@ -298,6 +300,31 @@ def _real(kind: str, hidden: int) -> None:
 )
 def test_as_fully_shard_builds_them(kind: str, hidden: int, world_size: int) -> None:
     run_ranks(world_size, _real, kind, hidden)
+
+
+def _unused_on_one_rank() -> None:
+    torch.manual_seed(0)
+    model: Any = _Network(8)
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    model.set_reduce_scatter_unused_params(True)
+    optimizer = DualOptimizer(build_parameter_groups(model))
+    reference = OMNReference(weights)
+    for step in range(2):
+        model.use_down = dist.get_rank() == step
+        model(torch.ones(4, 8)).sum().backward()
+        reference.step({name: whole(parameter.grad) for name, parameter in model.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, parameter in model.named_parameters():
+        assert is_shard_of(parameter.detach(), reference.weights[name]), name
+
+
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="this torch has no set_reduce_scatter_unused_params"
+)
+def test_parameters_that_one_rank_does_not_use() -> None:
+    run_ranks(2, _unused_on_one_rank)
 
 
 def _distributed_data_parallel() -> None:
