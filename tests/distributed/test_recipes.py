@@ -143,7 +143,7 @@ def test_zero_gradients_on_zero_weights_stay_finite_and_unmoved(preset: str) -> 
 def test_half_precision_weights_take_one_rounding_and_a_warning(preset: str) -> None:
     weight, gradient = _normal((8, 24), 0).bfloat16(), _normal((8, 24), 1).bfloat16()
     options: dict[str, Any] = {"preset": preset, "lr": 0.5, "weight_decay": 0.1}
-    with pytest.warns(UserWarning, match="below its resolution are lost; keep them in fp32"):
+    with pytest.warns(UserWarning, match="of a weight rounds away; keep parameters in float32"):
         DualOptimizer([{"params": [nn.Parameter(weight)], "algorithm": "muon"}], **options)
     found = _after(weight, [gradient], **options)
     # The direction of bf16 momentum is rounded to bf16, and Newton-Schulz makes of that what it makes in fp32: a step apart

@@ -1,4 +1,4 @@
-"""Two hosts, a SLURM on them, and one run that nothing disturbed: each made once."""
+"""Two hosts, a SLURM on them, and one run that nothing disturbed: each made once for the tests of this folder."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 from launching import environment, launch_command, nodes_environment
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def hosts() -> Iterator[Sequence[machines.Host]]:
     """Two machines that a cable joins."""
     if reason := machines.why_not():
@@ -18,7 +18,7 @@ def hosts() -> Iterator[Sequence[machines.Host]]:
         yield pair
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def cluster(hosts: Sequence[machines.Host]) -> Iterator[slurm.Cluster]:
     """SLURM on both of them."""
     if reason := slurm.why_not():
@@ -27,7 +27,7 @@ def cluster(hosts: Sequence[machines.Host]) -> Iterator[slurm.Cluster]:
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def uninterrupted(hosts: Sequence[machines.Host], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of a training on two hosts without a break."""
     folder = tmp_path_factory.mktemp("uninterrupted") / "run"

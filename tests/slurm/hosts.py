@@ -64,8 +64,11 @@ class Host:
         return subprocess.Popen(self.command(*command), text=True, **options)
 
     def processes(self) -> list[int]:
-        """Everything that runs on this host, its own holder left out."""
-        own = os.readlink(f"/proc/{self.process_number}/ns/net")
+        """Everything that runs on this host, its own holder left out; nothing when the host is gone."""
+        try:
+            own = os.readlink(f"/proc/{self.process_number}/ns/net")
+        except FileNotFoundError:
+            return []
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and int(entry.name) != self.process_number:
