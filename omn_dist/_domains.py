@@ -86,7 +86,7 @@ def build_domains(
     """
     replicas = tuple(dist.get_process_group_ranks(shared.replicas)) if shared.replicas is not None else ()
     dtype = _wire_dtype(wire, groups)
-    device = groups[0]["params"][0].device if groups else torch.device("cpu")
+    device = next((parameter.device for group in groups for parameter in group["params"]), torch.device("cpu"))
 
     def plans(choice: Copies) -> list[_Planned]:
         found = _together(groups, replicas, choice)

@@ -1,7 +1,6 @@
 """DualOptimizer as a plain torch optimizer, on one process and on gloo ranks."""
 
 import copy
-import re
 import warnings
 from typing import Any
 
@@ -9,66 +8,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from references import set_gradient, sharded, whole, whole_tensors
+from references import whole, whole_tensors
+from small_optimizer import SHAPES, assert_same, fill_gradients, parameters_of, small_optimizer, snapshot
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from omn_dist import PRESETS, DualOptimizer, build_parameter_groups
-from omn_dist.settings import SettingsError
-
-SHAPES = ((16, 8), (5, 6), (3, 8))
-
-
-def _optimizer(mesh: DeviceMesh | None = None, dtype: torch.dtype = torch.float32, **options: Any) -> DualOptimizer:
-    matrices = [sharded(tensor.to(dtype), mesh) for tensor in whole_tensors(SHAPES, 0)]
-    vectors = [sharded(tensor.to(dtype), mesh) for tensor in whole_tensors(((9,), (4, 4)), 1)]
-    return DualOptimizer(
-        [
-            {"params": matrices, "algorithm": "muon", "param_names": ["a", "b", "c"]},
-            {"params": vectors, "algorithm": "adamw", "param_names": ["d", "e"]},
-        ],
-        **options,
-    )
-
-
-def _parameters(optimizer: DualOptimizer) -> list[Any]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _fill_gradients(optimizer: DualOptimizer, seed: int, scale: float = 1.0) -> None:
-    parameters = _parameters(optimizer)
-    shapes = [tuple(parameter.shape) for parameter in parameters]
-    for parameter, gradient in zip(parameters, whole_tensors(shapes, seed), strict=True):
-        set_gradient(parameter, gradient.to(parameter.dtype) * scale)
-
-
-def _snapshot(optimizer: DualOptimizer) -> dict[str, Tensor]:
-    found = {}
-    for group in optimizer.param_groups:
-        for name, parameter in zip(group["param_names"], group["params"], strict=True):
-            found[name] = whole(parameter)
-            for key, value in optimizer.state[parameter].items():
-                found[f"{name}.{key}"] = whole(value)
-    return found
-
-
-def _assert_same(first: dict[str, Tensor], second: dict[str, Tensor], but: tuple[str, ...] = ()) -> None:
-    assert first.keys() == second.keys()
-    for name in first:
-        if not name.startswith(but) or not but:
-            assert torch.equal(first[name], second[name]), name
-            assert first[name].dtype == second[name].dtype, name
-
+from omn_dist import DualOptimizer, build_parameter_groups
 
 # --- a plain optimizer ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["lambda", "cosine", "sequential", "one_cycle"])
 def test_schedulers_keep_the_ratio_of_the_learning_rates(kind: str) -> None:
-    optimizer = _optimizer()
+    optimizer = small_optimizer()
     schedulers = torch.optim.lr_scheduler
     scheduler: Any
     if kind == "lambda":
@@ -85,7 +40,7 @@ def test_schedulers_keep_the_ratio_of_the_learning_rates(kind: str) -> None:
         )
     seen = set()
     for step in range(10):
-        _fill_gradients(optimizer, step)
+        fill_gradients(optimizer, step)
         optimizer.step()
         scheduler.step()
         muon, adamw = (group["lr"] for group in optimizer.param_groups)
@@ -95,14 +50,14 @@ def test_schedulers_keep_the_ratio_of_the_learning_rates(kind: str) -> None:
 
 
 def test_rates_and_decay_are_read_at_step_time() -> None:
-    optimizer = _optimizer(weight_decay=0.0)
-    before = _snapshot(optimizer)
-    _fill_gradients(optimizer, 0)
+    optimizer = small_optimizer(weight_decay=0.0)
+    before = snapshot(optimizer)
+    fill_gradients(optimizer, 0)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
         group["weight_decay"] = 10.0
     optimizer.step()
-    after = _snapshot(optimizer)
+    after = snapshot(optimizer)
     for name in ("a", "b", "c", "d", "e"):
         assert torch.equal(before[name], after[name]), "lr 0 must leave weights bit-identical"
     assert not torch.equal(before["a.momentum_buffer"], after["a.momentum_buffer"])
@@ -110,13 +65,13 @@ def test_rates_and_decay_are_read_at_step_time() -> None:
 
 @pytest.mark.parametrize("preset", ["omn", "torch"])
 def test_decay_is_decoupled_and_takes_the_groups_own_rate(preset: str) -> None:
-    optimizer = _optimizer(preset=preset)
-    before = _snapshot(optimizer)
-    _fill_gradients(optimizer, 0, scale=0.0)
+    optimizer = small_optimizer(preset=preset)
+    before = snapshot(optimizer)
+    fill_gradients(optimizer, 0, scale=0.0)
     for group in optimizer.param_groups:
         group["lr"], group["weight_decay"] = 0.01, 10.0
     optimizer.step()
-    after = _snapshot(optimizer)
+    after = snapshot(optimizer)
     for name in ("a", "b", "c", "d", "e"):
         assert float(after[name].norm() / before[name].norm()) == pytest.approx(0.9, rel=1e-6)
 
@@ -145,8 +100,8 @@ def test_update_norm_in_closed_form(scale: str, expected: float) -> None:
 
 
 def test_closure_and_zero_grad() -> None:
-    optimizer = _optimizer()
-    first = _parameters(optimizer)[0]
+    optimizer = small_optimizer()
+    first = parameters_of(optimizer)[0]
 
     def closure() -> float:
         optimizer.zero_grad()
@@ -162,60 +117,60 @@ def test_closure_and_zero_grad() -> None:
 
 
 def test_deepcopy_steps_alike_and_apart() -> None:
-    optimizer = _optimizer()
-    _fill_gradients(optimizer, 0)
+    optimizer = small_optimizer()
+    fill_gradients(optimizer, 0)
     optimizer.step()
     twin = copy.deepcopy(optimizer)
     for one in (optimizer, twin):
-        _fill_gradients(one, 1)
+        fill_gradients(one, 1)
         one.step()
-    _assert_same(_snapshot(optimizer), _snapshot(twin))
-    _fill_gradients(twin, 2)
+    assert_same(snapshot(optimizer), snapshot(twin))
+    fill_gradients(twin, 2)
     twin.step()
-    assert not torch.equal(_snapshot(optimizer)["a"], _snapshot(twin)["a"])
+    assert not torch.equal(snapshot(optimizer)["a"], snapshot(twin)["a"])
 
 
 def test_add_param_group_takes_part_in_the_next_step() -> None:
-    optimizer = _optimizer()
+    optimizer = small_optimizer()
     late = nn.Parameter(whole_tensors(((6, 4),), 5)[0])
     optimizer.add_param_group({"params": [late], "param_names": ["late"], "algorithm": "muon", "lr": 0.2})
     assert [matrix.name for matrix in optimizer.plans[0].matrices] == ["a", "b", "c", "late"]
     before = whole(late)
-    _fill_gradients(optimizer, 0)
+    fill_gradients(optimizer, 0)
     optimizer.step()
     assert not torch.equal(before, whole(late))
     assert optimizer.param_groups[2]["momentum"] == 0.95
 
 
 def test_state_dict_round_trip_is_bitwise() -> None:
-    optimizer, other = _optimizer(), _optimizer()
+    optimizer, other = small_optimizer(), small_optimizer()
     for step in range(3):
-        _fill_gradients(optimizer, step)
+        fill_gradients(optimizer, step)
         optimizer.step()
     with torch.no_grad():
-        for target, source in zip(_parameters(other), _parameters(optimizer), strict=True):
+        for target, source in zip(parameters_of(other), parameters_of(optimizer), strict=True):
             target.copy_(source)
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for step in range(3, 5):
         for one in (optimizer, other):
-            _fill_gradients(one, step)
+            fill_gradients(one, step)
             one.step()
-    _assert_same(_snapshot(optimizer), _snapshot(other))
+    assert_same(snapshot(optimizer), snapshot(other))
 
 
 @pytest.mark.filterwarnings("ignore:.*rounds away")
 def test_loading_keeps_the_saved_dtype() -> None:
-    optimizer = _optimizer(dtype=torch.bfloat16)
+    optimizer = small_optimizer(dtype=torch.bfloat16)
     saved = optimizer.state_dict()
     saved["state"][0]["momentum_buffer"] = torch.full(SHAPES[0], 1 + 2**-20)
     optimizer.load_state_dict(saved)
-    momentum = optimizer.state[_parameters(optimizer)[0]]["momentum_buffer"]
+    momentum = optimizer.state[parameters_of(optimizer)[0]]["momentum_buffer"]
     assert momentum.dtype == torch.float32
     assert bool((momentum == 1 + 2**-20).all())
 
 
 def test_loading_another_grouping_names_the_parameter() -> None:
-    optimizer = _optimizer()
+    optimizer = small_optimizer()
     saved = optimizer.state_dict()
     saved["param_groups"][0]["param_names"] = ["a", "b", "old"]
     with pytest.raises(ValueError, match=r"group 0.*only saved: \['old'\], only here: \['c'\]"):
@@ -230,52 +185,52 @@ def test_loading_another_grouping_names_the_parameter() -> None:
 @pytest.mark.parametrize("rule", ["sum", "ema"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_momentum_follows_its_formula_and_gradients_stay(dtype: torch.dtype, rule: str, nesterov: bool) -> None:
-    optimizer = _optimizer(dtype=dtype, momentum_rule=rule, nesterov=nesterov, preset="torch")
-    expected = {id(parameter): torch.zeros(parameter.shape, dtype=torch.float64) for parameter in _parameters(optimizer)[:3]}
+    optimizer = small_optimizer(dtype=dtype, momentum_rule=rule, nesterov=nesterov, preset="torch")
+    expected = {id(parameter): torch.zeros(parameter.shape, dtype=torch.float64) for parameter in parameters_of(optimizer)[:3]}
     for step in range(3):
-        _fill_gradients(optimizer, step)
-        gradients = [whole(parameter.grad) for parameter in _parameters(optimizer)]
+        fill_gradients(optimizer, step)
+        gradients = [whole(parameter.grad) for parameter in parameters_of(optimizer)]
         optimizer.step()
-        for parameter, gradient in zip(_parameters(optimizer), gradients, strict=True):
+        for parameter, gradient in zip(parameters_of(optimizer), gradients, strict=True):
             assert torch.equal(parameter.grad, gradient)
             if id(parameter) in expected:
                 buffer = expected[id(parameter)]
                 expected[id(parameter)] = 0.95 * buffer + (1 if rule == "sum" else 0.05) * gradient.double()
     # bf16 keeps eight bits: three roundings of a sum of ones are within 3 * 2^-8.
     tolerance = 1e-6 if dtype == torch.float32 else 3 * 2**-8
-    for parameter in _parameters(optimizer)[:3]:
+    for parameter in parameters_of(optimizer)[:3]:
         found = optimizer.state[parameter]["momentum_buffer"].double()
         assert float((found - expected[id(parameter)]).norm() / found.norm()) < tolerance
 
 
 def test_zero_gradients_stay_finite_and_unmoved() -> None:
-    optimizer = _optimizer()
-    before = _snapshot(optimizer)
-    _fill_gradients(optimizer, 0, scale=0.0)
+    optimizer = small_optimizer()
+    before = snapshot(optimizer)
+    fill_gradients(optimizer, 0, scale=0.0)
     optimizer.step()
-    after = _snapshot(optimizer)
-    _assert_same({name: before[name] for name in "abcde"}, {name: after[name] for name in "abcde"})
+    after = snapshot(optimizer)
+    assert_same({name: before[name] for name in "abcde"}, {name: after[name] for name in "abcde"})
 
 
 @pytest.mark.filterwarnings("ignore:.*rounds away")
 def test_half_precision_weights_lose_small_steps_unless_there_is_a_master() -> None:
     with pytest.warns(UserWarning, match="3 parameters on muon such as a are torch.bfloat16"):
-        rounded = _optimizer(dtype=torch.bfloat16, lr=1e-6, weight_decay=1e-3)
-    kept = _optimizer(dtype=torch.bfloat16, lr=1e-6, weight_decay=1e-3, master_weights=True)
-    exact = _optimizer(lr=1e-6, weight_decay=1e-3)
+        rounded = small_optimizer(dtype=torch.bfloat16, lr=1e-6, weight_decay=1e-3)
+    kept = small_optimizer(dtype=torch.bfloat16, lr=1e-6, weight_decay=1e-3, master_weights=True)
+    exact = small_optimizer(lr=1e-6, weight_decay=1e-3)
     with torch.no_grad():
-        for parameter, source in zip(_parameters(exact), _parameters(kept), strict=True):
+        for parameter, source in zip(parameters_of(exact), parameters_of(kept), strict=True):
             parameter.copy_(source)
-    before = whole(_parameters(kept)[0])
+    before = whole(parameters_of(kept)[0])
     for step in range(4):
         for optimizer in (rounded, kept):
-            _fill_gradients(optimizer, step)
+            fill_gradients(optimizer, step)
             optimizer.step()
-        for parameter, source in zip(_parameters(exact), _parameters(kept), strict=True):
+        for parameter, source in zip(parameters_of(exact), parameters_of(kept), strict=True):
             parameter.grad = source.grad.float()
         exact.step()
-    assert torch.equal(whole(_parameters(rounded)[0]), before), "steps of 1e-6 vanish in bf16"
-    for parameter, source in zip(_parameters(exact), _parameters(kept), strict=True):
+    assert torch.equal(whole(parameters_of(rounded)[0]), before), "steps of 1e-6 vanish in bf16"
+    for parameter, source in zip(parameters_of(exact), parameters_of(kept), strict=True):
         state, expected = kept.state[source], exact.state[parameter]
         assert torch.equal(state["master"], parameter.detach())
         assert torch.equal(source.detach(), parameter.detach().bfloat16())
@@ -303,75 +258,6 @@ def test_several_dtypes_in_one_group() -> None:
         assert torch.equal(parameter, twin)
 
 
-# --- mistakes ------------------------------------------------------------------------------------------------------------
-
-
-def _matrix() -> nn.Parameter:
-    return nn.Parameter(torch.ones(4, 4))
-
-
-@pytest.mark.parametrize(
-    ("groups", "options", "message"),
-    [
-        ([], {}, "groups: found none"),
-        ([{"params": [_matrix()]}], {}, "found no 'algorithm'"),
-        ([{"params": [_matrix()], "algorithm": "moun"}], {}, "did you mean 'muon'"),
-        ([{"params": [_matrix()], "algorithm": "muon", "momentun": 0.9}], {}, "did you mean 'momentum'"),
-        ([{"params": [_matrix()], "algorithm": "muon"}], {"preset": "onm"}, "did you mean 'omn'"),
-        ([{"params": [_matrix()], "algorithm": "muon"}], {"momentim": 0.9}, "did you mean 'momentum'"),
-        ([{"params": [_matrix()], "algorithm": "muon"}], {"lr": -1.0}, "lr: found -1.0"),
-        ([{"params": [_matrix()], "algorithm": "muon"}], {"lr": "fast"}, "lr: found 'fast', expected float"),
-        ([{"params": [_matrix()], "algorithm": "muon"}], {"transport": "carrier"}, "unknown transport"),
-        ([{"params": [_matrix()], "algorithm": "muon"}], {"wave_bytes": 0}, "wave_bytes: found 0"),
-        ([{"params": [_matrix()], "algorithm": "muon"}], {"owners": {"x": 0}}, "'x' is in one of owners and matrices only"),
-        ([{"params": [nn.Parameter(torch.ones(4))], "algorithm": "muon"}], {}, "expected a matrix"),
-        ([{"params": [nn.Parameter(torch.ones(2, 2, device="meta"))], "algorithm": "muon"}], {}, "meta device"),
-    ],
-)
-def test_mistakes_are_one_clear_line(groups: list[dict[str, Any]], options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        DualOptimizer(groups, **options)
-    assert "\n" not in str(caught.value)
-
-
-def test_explicit_zeros_are_kept() -> None:
-    optimizer = DualOptimizer(
-        [{"params": [_matrix()], "algorithm": "muon", "weight_decay": 0.0, "momentum": 0.0, "lr": 0.0}], preset="torch"
-    )
-    group = optimizer.param_groups[0]
-    assert (group["weight_decay"], group["momentum"], group["lr"]) == (0.0, 0.0, 0.0)
-
-
-def test_a_refused_group_leaves_the_optimizer_as_it_was() -> None:
-    optimizer = _optimizer()
-    with pytest.raises(ValueError, match="expected a matrix"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "param_names": ["x"], "algorithm": "muon"})
-    assert len(optimizer.param_groups) == 2
-
-
-def test_step_without_backward_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="no gradient on any of 5 parameters"):
-        _optimizer().step()
-
-
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-def test_a_gradient_that_does_not_fit_is_refused_before_anything_moves() -> None:
-    optimizer = _optimizer()
-    before = _snapshot(optimizer)
-    _fill_gradients(optimizer, 0)
-    embedding = _parameters(optimizer)[4]
-    embedding.grad = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1, 4), (4, 4))
-    with pytest.raises(ValueError, match=r"parameter e: found a gradient of layout torch.sparse_coo"):
-        optimizer.step()
-    _assert_same(before, _snapshot(optimizer))
-
-
-def test_unknown_preset_field_is_a_settings_error() -> None:
-    with pytest.raises(SettingsError, match="adamw_lr"):
-        _optimizer(adam_lr=1.0)
-    assert PRESETS["omn"].lr == 0.01
-
-
 # --- ranks ---------------------------------------------------------------------------------------------------------------
 
 
@@ -394,26 +280,26 @@ def test_built_before_fully_shard_is_an_error() -> None:
 
 def _missing(absent_on: tuple[int, ...]) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    optimizer = _optimizer(mesh, wave_bytes=1)
-    _fill_gradients(optimizer, 0)
+    optimizer = small_optimizer(mesh, wave_bytes=1)
+    fill_gradients(optimizer, 0)
     optimizer.step()
-    before = _snapshot(optimizer)
-    _fill_gradients(optimizer, 1)
-    parameter = _parameters(optimizer)[0]
+    before = snapshot(optimizer)
+    fill_gradients(optimizer, 1)
+    parameter = parameters_of(optimizer)[0]
     if dist.get_rank() in absent_on:
         parameter.grad = None
     optimizer.step()
-    after = _snapshot(optimizer)
+    after = snapshot(optimizer)
     # What the absent shards should count as.
-    twin = _optimizer(mesh)
-    _fill_gradients(twin, 0)
+    twin = small_optimizer(mesh)
+    fill_gradients(twin, 0)
     twin.step()
-    _fill_gradients(twin, 1)
-    parameter = _parameters(twin)[0]
+    fill_gradients(twin, 1)
+    parameter = parameters_of(twin)[0]
     if dist.get_rank() in absent_on:
         parameter.grad.to_local().zero_()
     twin.step()
-    expected = _snapshot(twin)
+    expected = snapshot(twin)
     return before, after, all(torch.equal(after[name], expected[name]) for name in after)
 
 
@@ -433,13 +319,13 @@ def test_a_gradient_absent_on_some_ranks_counts_as_zeros(absent_on: tuple[int, .
 
 def _all_absent_on_one_rank() -> bool:
     mesh = init_device_mesh("cpu", (2,))
-    optimizer = _optimizer(mesh)
-    before = _snapshot(optimizer)
-    _fill_gradients(optimizer, 0)
+    optimizer = small_optimizer(mesh)
+    before = snapshot(optimizer)
+    fill_gradients(optimizer, 0)
     if dist.get_rank() == 1:
         optimizer.zero_grad()
     optimizer.step()
-    return not torch.equal(before["a"], _snapshot(optimizer)["a"])
+    return not torch.equal(before["a"], snapshot(optimizer)["a"])
 
 
 def test_a_rank_without_any_gradient_neither_hangs_nor_raises() -> None:
@@ -448,11 +334,11 @@ def test_a_rank_without_any_gradient_neither_hangs_nor_raises() -> None:
 
 def _placements() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    optimizer = _optimizer(mesh)
-    placements = [parameter.placements for parameter in _parameters(optimizer)]
-    _fill_gradients(optimizer, 0)
+    optimizer = small_optimizer(mesh)
+    placements = [parameter.placements for parameter in parameters_of(optimizer)]
+    fill_gradients(optimizer, 0)
     optimizer.step()
-    for parameter, placement in zip(_parameters(optimizer), placements, strict=True):
+    for parameter, placement in zip(parameters_of(optimizer), placements, strict=True):
         assert parameter.placements == placement
         for key, value in optimizer.state[parameter].items():
             if key != "step":
@@ -469,9 +355,9 @@ def _partial_gradient() -> str:
     from torch.distributed.tensor import Partial
 
     mesh = init_device_mesh("cpu", (2,))
-    optimizer = _optimizer(mesh)
-    _fill_gradients(optimizer, 0)
-    parameter = _parameters(optimizer)[0]
+    optimizer = small_optimizer(mesh)
+    fill_gradients(optimizer, 0)
+    parameter = parameters_of(optimizer)[0]
     parameter.grad = DTensor.from_local(torch.ones(16, 8), mesh, [Partial()])
     with pytest.raises(ValueError, match="expected") as caught:
         optimizer.step()
@@ -488,15 +374,15 @@ def _state_dict_helpers() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3))
     fully_shard(model, mesh=mesh)
     optimizer = DualOptimizer(build_parameter_groups(model, weight_decay=0.1))
-    before = _snapshot(optimizer)
+    before = snapshot(optimizer)
     get_optimizer_state_dict(model, optimizer)
-    _assert_same(before, _snapshot(optimizer))
+    assert_same(before, snapshot(optimizer))
     model(torch.ones(2, 8)).square().sum().backward()
     optimizer.step()
     saved = get_optimizer_state_dict(model, optimizer)
     fresh = DualOptimizer(build_parameter_groups(model, weight_decay=0.1))
     set_optimizer_state_dict(model, fresh, saved)
-    _assert_same(_snapshot(optimizer), _snapshot(fresh))
+    assert_same(snapshot(optimizer), snapshot(fresh))
 
 
 def test_state_dict_helpers_run_no_hidden_step() -> None:
@@ -504,14 +390,14 @@ def test_state_dict_helpers_run_no_hidden_step() -> None:
 
 
 def _deepcopy_on_ranks() -> None:
-    optimizer = _optimizer(init_device_mesh("cpu", (2,)))
-    _fill_gradients(optimizer, 0)
+    optimizer = small_optimizer(init_device_mesh("cpu", (2,)))
+    fill_gradients(optimizer, 0)
     optimizer.step()
     twin = copy.deepcopy(optimizer)
     for one in (optimizer, twin):
-        _fill_gradients(one, 1)
+        fill_gradients(one, 1)
         one.step()
-    _assert_same(_snapshot(optimizer), _snapshot(twin))
+    assert_same(snapshot(optimizer), snapshot(twin))
 
 
 def test_deepcopy_on_ranks() -> None:
