@@ -1,0 +1,261 @@
+"""Exposed communication on a slow network: how much of what the collectives cost does the pipeline hide?
+
+Two gloo ranks, each on a host of its own (a network namespace, see slow_network.py; needs root), with one core a rank: gloo's
+threads and the matrix products share it, so what this says is what is really hidden. The transport of one optimizer is
+switched from step to step, interleaved in one run:
+
+- *pipeline on*: as it is;
+- *pipeline off*: the same waves, each collective waited for at once;
+- *compute alone*: the same work on what an earlier step left in the buffers, nothing on the wire;
+- *collectives alone*: those of one step, one after the other.
+
+*Exposed* is a step less compute alone; the *cost* of communication is what is exposed with the pipeline off, and *hidden* is the
+part of it that is not exposed with the pipeline on, round by round. *Could hide* is the most that Newton-Schulz is long enough
+for: of each wave the lesser of its Newton-Schulz and the collectives that are in flight beside it.
+
+    python benchmarks/exposed.py [--rate 1gbit] [--preset torch] [--wave-mib 4] [--rounds 15] [--json] [--picture exposed.png]
+
+Ranks that are started by other means, with the environment that torch.distributed expects, run on their own network.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from common import layers, quartiles, sharded, show, slowest, summary
+from slow_network import ADDRESSES, INTERFACE, two_hosts, why_not
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from omn_dist import DualOptimizer
+from omn_dist.exchange import pipeline
+from omn_dist.exchange.transport import Pending, WaveTransport
+from omn_dist.plan.ownership import DEFAULT_WAVE_BYTES
+
+ON, OFF, COMPUTE, COLLECTIVES = "pipeline on", "pipeline off", "compute alone", "collectives alone"
+
+
+class Span(NamedTuple):
+    """A stretch of a rank's time that one wave takes: ``gather``, ``orthogonalize``, ``wait_gather`` ..."""
+
+    name: str
+    wave: int
+    start: float
+    end: float
+
+
+class Stamps:
+    """Stands in for ``record_function`` and keeps the ranges; their clock is that of the kernel, one for all ranks on it."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    @contextmanager
+    def __call__(self, label: str) -> Iterator[None]:
+        """A range such as ``omn_dist::gather(3)``."""
+        name, wave = re.findall(r"(\w+)\((\d+)\)", label)[0]
+        start = time.perf_counter()
+        yield
+        self.spans.append(Span(name, int(wave), start, time.perf_counter()))
+
+
+class Switch(WaveTransport):
+    """The transport of an optimizer in one of the modes."""
+
+    def __init__(self, transport: WaveTransport, stamps: Stamps) -> None:
+        self.traffic = transport.traffic
+        self.mode = ON
+        self._transport, self._stamps = transport, stamps
+        self._calls: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
+
+    def gather(self, number: int, sent: Tensor, received: Tensor) -> Pending:
+        """As the mode says."""
+        return self._launch("gather", number, sent, received)
+
+    def scatter(self, number: int, sent: Tensor, received: Tensor) -> Pending:
+        """As the mode says."""
+        return self._launch("scatter", number, sent, received)
+
+    def run_collectives(self) -> None:
+        """Those of a step, one after the other."""
+        for (way, number), buffers in self._calls.items():
+            _Waiting(getattr(self._transport, way)(number, *buffers), self._stamps, f"wait_{way}({number})").wait()
+
+    def _launch(self, way: Literal["gather", "scatter"], number: int, sent: Tensor, received: Tensor) -> Pending:
+        self._calls[way, number] = (sent, received)
+        if self.mode == COMPUTE:
+            return Pending()
+        pending = _Waiting(getattr(self._transport, way)(number, sent, received), self._stamps, f"wait_{way}({number})")
+        if self.mode == ON:
+            return pending
+        pending.wait()
+        return Pending()
+
+
+class _Waiting(Pending):
+    """Keeps the range of the wait."""
+
+    def __init__(self, pending: Pending, stamps: Stamps, label: str) -> None:
+        super().__init__()
+        self._pending, self._stamps, self._label = pending, stamps, label
+
+    def wait(self) -> None:
+        with self._stamps(self._label):
+            self._pending.wait()
+
+
+def measure(
+    preset: str, wave_bytes: int, num_layers: int, num_rounds: int
+) -> tuple[list[dict[str, Any]], dict[str, list[list[Span]]]]:
+    """Rows of the table, and of each mode the ranges of its last step by rank. Collective."""
+    stamps = Stamps()
+    switches: list[Switch] = []
+    make_transport = pipeline.make_transport
+
+    def make_switch(*arguments: Any) -> Switch:
+        switches.append(Switch(make_transport(*arguments), stamps))
+        return switches[-1]
+
+    pipeline.make_transport, pipeline.record_function = make_switch, stamps
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    matrices = layers(num_layers)
+    parameters = [sharded(shape, mesh) for shape in matrices.values()]
+    groups = [{"params": parameters, "param_names": list(matrices), "algorithm": "muon"}]
+    optimizer = DualOptimizer(groups, preset=preset, wave_bytes=wave_bytes)
+    (switch,) = switches
+    for parameter in parameters:
+        parameter.grad = parameter.detach().clone()
+
+    seconds: dict[str, list[float]] = {mode: [] for mode in (ON, OFF, COMPUTE, COLLECTIVES)}
+    busy: dict[str, list[float]] = {mode: [] for mode in seconds}
+    newton_schulz, could_hide = [], []
+    last: dict[str, list[Span]] = {}
+    for number in range(num_rounds + 1):
+        for mode in seconds:
+            switch.mode, stamps.spans = mode, []
+            dist.barrier()
+            start, start_busy = time.perf_counter(), time.process_time()
+            if mode == COLLECTIVES:
+                switch.run_collectives()
+            else:
+                optimizer.step()
+            taken, taken_busy = time.perf_counter() - start, time.process_time() - start_busy
+            last[mode] = stamps.spans
+            taken, taken_busy = slowest(taken), slowest(taken_busy)
+            if number:  # the first round allocates
+                seconds[mode].append(taken)
+                busy[mode].append(taken_busy)
+        orthogonalizing = _seconds(last[COMPUTE], "orthogonalize")
+        gathering, scattering = (_seconds(last[COLLECTIVES], f"wait_{way}") for way in ("gather", "scatter"))
+        beside = {wave: gathering.get(wave + 1, 0.0) + scattering.get(wave - 1, 0.0) for wave in orthogonalizing}
+        newton_schulz.append(slowest(sum(orthogonalizing.values())))
+        could_hide.append(slowest(sum(min(taken, beside[wave]) for wave, taken in orthogonalizing.items())))
+    by_rank: list[dict[str, list[Span]]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(by_rank, last)
+    timelines = {mode: [of_rank[mode] for of_rank in by_rank] for mode in (ON, OFF)}
+    rows = [{"name": mode, **summary(seconds[mode]), "cpu_ms": 1e3 * quartiles(busy[mode])[1]} for mode in seconds]
+    exposed = [on - compute for on, compute in zip(seconds[ON], seconds[COMPUTE], strict=True)]
+    cost = [off - compute for off, compute in zip(seconds[OFF], seconds[COMPUTE], strict=True)]
+    hidden = [off - on for off, on in zip(seconds[OFF], seconds[ON], strict=True)]
+    rows.append({"name": "Newton-Schulz in it", **summary(newton_schulz[1:])})
+    for name, values in (("cost", cost), ("exposed", exposed), ("hidden", hidden), ("could hide", could_hide[1:])):
+        low, median, high = quartiles([value / whole for value, whole in zip(values, cost, strict=True)])
+        rows.append({"name": name, **summary(values), "of_cost": median, "of_cost_low": low, "of_cost_high": high})
+    return rows, timelines
+
+
+def _seconds(spans: Sequence[Span], name: str) -> dict[int, float]:
+    """Of each wave, in the ranges of one name."""
+    return {span.wave: span.end - span.start for span in spans if span.name == name}
+
+
+def draw(timelines: dict[str, list[list[Span]]], path: Path) -> None:
+    """Lanes of each rank, the pipeline on above the pipeline off."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    lanes = {"gather": 0, "orthogonalize": 1, "scatter": 2, "unpack": 3, "apply": 3, "apply_own": 3}
+    colors = {"works": "tab:blue", "in flight": "lightsteelblue", "waits": "tab:red"}
+    figure = Figure(figsize=(12, 7), layout="constrained")
+    plots = figure.subplots(len(timelines), 1, sharex=True)
+    for plot, (mode, by_rank) in zip(plots, timelines.items(), strict=True):
+        start = min(span.start for spans in by_rank for span in spans)
+        labels = []
+        for rank, spans in enumerate(by_rank):
+            launched = {(span.name, span.wave): span.end for span in spans}
+
+            for span in spans:
+                way = span.name.removeprefix("wait_")
+                if way == span.name:
+                    bars = [(span.start, "works")]
+                else:
+                    bars = [(launched.get((way, span.wave), span.start), "in flight"), (span.start, "waits")]
+                for begin, kind in bars:
+                    width, left = 1e3 * (span.end - begin), 1e3 * (begin - start)
+                    plot.barh(5 * rank + lanes[way], width, left=left, color=colors[kind], edgecolor="white", linewidth=0.3)
+            labels += [f"rank {rank}: {lane}" for lane in ("gather", "orthogonalize", "scatter", "unpack, apply")]
+        plot.set_yticks([5 * rank + lane for rank in range(len(by_rank)) for lane in range(4)], labels)
+        plot.invert_yaxis()
+        plot.set_title(f"{mode}: {1e3 * (max(span.end for spans in by_rank for span in spans) - start):.0f} ms", loc="left")
+    plots[-1].set_xlabel("ms")
+    figure.legend(handles=[Patch(color=color, label=label) for label, color in colors.items()], loc="outside upper right", ncols=3)
+    figure.savefig(path, dpi=110)
+
+
+def run_on_hosts(rate: str) -> None:
+    """This command once more on each host, as its rank."""
+    with two_hosts(rate) as hosts:
+        ranks = []
+        for rank, host in enumerate(hosts):
+            environment = {"RANK": str(rank), "WORLD_SIZE": str(len(hosts)), "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500"}
+            environment |= {"GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+            ranks.append(subprocess.Popen([*host, sys.executable, *sys.argv], env=os.environ | environment))
+        while None in (statuses := [rank.poll() for rank in ranks]) and not any(statuses):
+            time.sleep(0.1)
+        # One that failed leaves the other waiting.
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    if any(statuses):
+        sys.exit(1)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", default="1gbit", help="of the network between the hosts, as tc takes it (1gbit)")
+    parser.add_argument("--preset", choices=("omn", "torch"), default="torch")
+    parser.add_argument("--wave-mib", type=float, default=DEFAULT_WAVE_BYTES / 2**20, help="byte budget of a wave (the default's)")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--picture", type=Path, help="draw a time line here")
+    arguments = parser.parse_args()
+    if "RANK" not in os.environ:
+        reason = why_not()
+        if reason is not None:
+            parser.error(reason)
+        run_on_hosts(arguments.rate)
+        return
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rows, timelines = measure(arguments.preset, int(arguments.wave_mib * 2**20), arguments.layers, arguments.rounds)
+    if dist.get_rank() == 0:
+        show(rows, arguments.json)
+        if arguments.picture:
+            draw(timelines, arguments.picture)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
