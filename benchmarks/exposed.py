@@ -2,7 +2,7 @@
 
 Two gloo ranks, each on a host of its own (a network namespace, see slow_network.py; needs root), with one core a rank: gloo's
 threads and the matrix products share it, so what this says is what is really hidden. The transport of one optimizer is
-switched from step to step, interleaved in one run:
+switched from step to step, interleaved in one run; times are those of the slowest rank:
 
 - *pipeline on*: as it is;
 - *pipeline off*: the same waves, each collective waited for at once;
@@ -11,7 +11,8 @@ switched from step to step, interleaved in one run:
 
 *Exposed* is a step less compute alone; the *cost* of communication is what is exposed with the pipeline off, and *hidden* is the
 part of it that is not exposed with the pipeline on, round by round. *Could hide* is the most that Newton-Schulz is long enough
-for: of each wave the lesser of its Newton-Schulz and the collectives that are in flight beside it.
+for: of each wave the lesser of its Newton-Schulz and the collectives that are in flight beside it. *waits* are the seconds that
+the optimizer stands still for collectives (and for the other rank), *cpu* those of all threads.
 
     python benchmarks/exposed.py [--rate 1gbit] [--preset torch] [--wave-mib 4] [--rounds 15] [--json] [--picture exposed.png]
 
@@ -27,6 +28,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -41,7 +43,7 @@ from omn_dist.exchange import pipeline
 from omn_dist.exchange.transport import Pending, WaveTransport
 from omn_dist.plan.ownership import DEFAULT_WAVE_BYTES
 
-ON, OFF, COMPUTE, COLLECTIVES = "pipeline on", "pipeline off", "compute alone", "collectives alone"
+MODES = ON, OFF, COMPUTE, COLLECTIVES = "pipeline on", "pipeline off", "compute alone", "collectives alone"
 
 
 class Span(NamedTuple):
@@ -113,10 +115,27 @@ class _Waiting(Pending):
             self._pending.wait()
 
 
-def measure(
-    preset: str, wave_bytes: int, num_layers: int, num_rounds: int
-) -> tuple[list[dict[str, Any]], dict[str, list[list[Span]]]]:
-    """Rows of the table, and of each mode the ranges of its last step by rank. Collective."""
+class Once(NamedTuple):
+    """One step, or its collectives; times are those of the slowest rank."""
+
+    seconds: float
+    busy: float
+    """Of a core, all threads of the rank together."""
+    spans: list[Span]
+    """Of this rank."""
+
+    def of_waves(self, name: str) -> dict[int, float]:
+        """Seconds that each wave takes in the ranges of one name."""
+        return {span.wave: span.end - span.start for span in self.spans if span.name == name}
+
+    @property
+    def waits(self) -> float:
+        """Seconds in which the slowest rank waits for collectives. Collective."""
+        return slowest(sum(span.end - span.start for span in self.spans if span.name.startswith("wait")))
+
+
+def measure(preset: str, wave_bytes: int, num_layers: int, num_rounds: int) -> list[dict[str, Once]]:
+    """Every mode in every round. Collective."""
     stamps = Stamps()
     switches: list[Switch] = []
     make_transport = pipeline.make_transport
@@ -135,47 +154,52 @@ def measure(
     for parameter in parameters:
         parameter.grad = parameter.detach().clone()
 
-    seconds: dict[str, list[float]] = {mode: [] for mode in (ON, OFF, COMPUTE, COLLECTIVES)}
-    busy: dict[str, list[float]] = {mode: [] for mode in seconds}
+    def once(mode: str) -> Once:
+        switch.mode, stamps.spans = mode, []
+        dist.barrier()
+        start, busy = time.perf_counter(), time.process_time()
+        if mode == COLLECTIVES:
+            switch.run_collectives()
+        else:
+            optimizer.step()
+        return Once(slowest(time.perf_counter() - start), slowest(time.process_time() - busy), stamps.spans)
+
+    for mode in MODES:
+        once(mode)
+    # Every second round backwards: what drifts on the machine meets all modes alike.
+    return [{mode: once(mode) for mode in MODES[:: (-1) ** number]} for number in range(num_rounds)]
+
+
+def table(rounds: Sequence[dict[str, Once]]) -> list[dict[str, Any]]:
+    """The rows. Collective."""
+
+    def times(mode: str) -> list[float]:
+        return [of_mode[mode].seconds for of_mode in rounds]
+
+    rows: list[dict[str, Any]] = [
+        {
+            "name": mode,
+            **summary(times(mode)),
+            "waits_ms": 1e3 * median(of_mode[mode].waits for of_mode in rounds),
+            "cpu_ms": 1e3 * median(of_mode[mode].busy for of_mode in rounds),
+        }
+        for mode in MODES
+    ]
     newton_schulz, could_hide = [], []
-    last: dict[str, list[Span]] = {}
-    for number in range(num_rounds + 1):
-        for mode in seconds:
-            switch.mode, stamps.spans = mode, []
-            dist.barrier()
-            start, start_busy = time.perf_counter(), time.process_time()
-            if mode == COLLECTIVES:
-                switch.run_collectives()
-            else:
-                optimizer.step()
-            taken, taken_busy = time.perf_counter() - start, time.process_time() - start_busy
-            last[mode] = stamps.spans
-            taken, taken_busy = slowest(taken), slowest(taken_busy)
-            if number:  # the first round allocates
-                seconds[mode].append(taken)
-                busy[mode].append(taken_busy)
-        orthogonalizing = _seconds(last[COMPUTE], "orthogonalize")
-        gathering, scattering = (_seconds(last[COLLECTIVES], f"wait_{way}") for way in ("gather", "scatter"))
-        beside = {wave: gathering.get(wave + 1, 0.0) + scattering.get(wave - 1, 0.0) for wave in orthogonalizing}
-        newton_schulz.append(slowest(sum(orthogonalizing.values())))
-        could_hide.append(slowest(sum(min(taken, beside[wave]) for wave, taken in orthogonalizing.items())))
-    by_rank: list[dict[str, list[Span]]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(by_rank, last)
-    timelines = {mode: [of_rank[mode] for of_rank in by_rank] for mode in (ON, OFF)}
-    rows = [{"name": mode, **summary(seconds[mode]), "cpu_ms": 1e3 * quartiles(busy[mode])[1]} for mode in seconds]
-    exposed = [on - compute for on, compute in zip(seconds[ON], seconds[COMPUTE], strict=True)]
-    cost = [off - compute for off, compute in zip(seconds[OFF], seconds[COMPUTE], strict=True)]
-    hidden = [off - on for off, on in zip(seconds[OFF], seconds[ON], strict=True)]
-    rows.append({"name": "Newton-Schulz in it", **summary(newton_schulz[1:])})
-    for name, values in (("cost", cost), ("exposed", exposed), ("hidden", hidden), ("could hide", could_hide[1:])):
-        low, median, high = quartiles([value / whole for value, whole in zip(values, cost, strict=True)])
-        rows.append({"name": name, **summary(values), "of_cost": median, "of_cost_low": low, "of_cost_high": high})
-    return rows, timelines
-
-
-def _seconds(spans: Sequence[Span], name: str) -> dict[int, float]:
-    """Of each wave, in the ranges of one name."""
-    return {span.wave: span.end - span.start for span in spans if span.name == name}
+    for of_mode in rounds:
+        work = of_mode[COMPUTE].of_waves("orthogonalize")
+        gathers, scatters = (of_mode[COLLECTIVES].of_waves(name) for name in ("wait_gather", "wait_scatter"))
+        beside = {wave: gathers.get(wave + 1, 0.0) + scatters.get(wave - 1, 0.0) for wave in work}
+        newton_schulz.append(slowest(sum(work.values())))
+        could_hide.append(slowest(sum(min(work[wave], beside[wave]) for wave in work)))
+    rows.append({"name": "Newton-Schulz in it", **summary(newton_schulz)})
+    cost = [off - compute for off, compute in zip(times(OFF), times(COMPUTE), strict=True)]
+    exposed = [on - compute for on, compute in zip(times(ON), times(COMPUTE), strict=True)]
+    hidden = [off - on for off, on in zip(times(OFF), times(ON), strict=True)]
+    for name, seconds in (("cost", cost), ("exposed", exposed), ("hidden", hidden), ("could hide", could_hide)):
+        low, middle, high = quartiles([value / whole for value, whole in zip(seconds, cost, strict=True)])
+        rows.append({"name": name, **summary(seconds), "of_cost": middle, "of_cost_low": low, "of_cost_high": high})
+    return rows
 
 
 def draw(timelines: dict[str, list[list[Span]]], path: Path) -> None:
@@ -191,14 +215,14 @@ def draw(timelines: dict[str, list[list[Span]]], path: Path) -> None:
         start = min(span.start for spans in by_rank for span in spans)
         labels = []
         for rank, spans in enumerate(by_rank):
-            launched = {(span.name, span.wave): span.end for span in spans}
+            launched = {(span.name, span.wave): span.end for span in spans if not span.name.startswith("wait")}
 
-            for span in spans:
+            for span in sorted(spans, key=lambda span: span.name.startswith("wait")):
                 way = span.name.removeprefix("wait_")
                 if way == span.name:
                     bars = [(span.start, "works")]
                 else:
-                    bars = [(launched.get((way, span.wave), span.start), "in flight"), (span.start, "waits")]
+                    bars = [(min(launched[way, span.wave], span.start), "in flight"), (span.start, "waits")]
                 for begin, kind in bars:
                     width, left = 1e3 * (span.end - begin), 1e3 * (begin - start)
                     plot.barh(5 * rank + lanes[way], width, left=left, color=colors[kind], edgecolor="white", linewidth=0.3)
@@ -248,11 +272,14 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rows, timelines = measure(arguments.preset, int(arguments.wave_mib * 2**20), arguments.layers, arguments.rounds)
+    rounds = measure(arguments.preset, int(arguments.wave_mib * 2**20), arguments.layers, arguments.rounds)
+    rows = table(rounds)
+    timelines: list[dict[str, list[Span]]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(timelines, {mode: rounds[-1][mode].spans for mode in (ON, OFF)})
     if dist.get_rank() == 0:
         show(rows, arguments.json)
         if arguments.picture:
-            draw(timelines, arguments.picture)
+            draw({mode: [of_mode[mode] for of_mode in timelines] for mode in (ON, OFF)}, arguments.picture)
     dist.barrier()
     dist.destroy_process_group()
 
