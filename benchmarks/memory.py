@@ -1,7 +1,7 @@
 """Temporary memory of an optimizer step on each rank, as the kernel counts it, next to what the plan promises.
 
-Every row is a fresh group of gloo ranks. A step of a small optimizer loads what is loaded at first use. Then, with parameters
-and gradients in place, an optimizer is built and makes two steps; in the second
+Every row is a fresh group of gloo ranks. A step of an optimizer of one layer loads the code that is loaded at first use. Then, with
+parameters and gradients in place and free heap returned, an optimizer is built and makes two steps; in the second
 
 - *measured* is the largest resident set (``VmHWM``, reset through ``/proc/self/clear_refs``), less the resident set before the
   optimizer was built, less the bytes of its state. So it is slots, stack and whatever else the optimizer, torch and gloo take:
@@ -15,6 +15,8 @@ Megabytes (10^6) of the rank that needs most. The kernel's counts are good to ab
 """
 
 import argparse
+import ctypes
+import gc
 import re
 from pathlib import Path
 from typing import Any
@@ -29,9 +31,10 @@ from omn_dist.plan.ownership import DEFAULT_WAVE_BYTES
 
 def measure(num_layers: int, preset: str, wave_bytes: int) -> dict[str, Any]:
     """A row of the table. Collective."""
-    DualOptimizer(_groups({"small": (64, 64)}), preset=preset).step()
-    matrices = layers(num_layers)
-    groups = _groups(matrices)
+    DualOptimizer(_groups(1), preset=preset, wave_bytes=wave_bytes).step()
+    groups = _groups(num_layers)
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
     start = _kernel_bytes("VmRSS")
     optimizer = DualOptimizer(groups, preset=preset, wave_bytes=wave_bytes)
     optimizer.step()
@@ -55,9 +58,9 @@ def measure(num_layers: int, preset: str, wave_bytes: int) -> dict[str, Any]:
     }
 
 
-def _groups(matrices: dict[str, tuple[int, int]]) -> list[dict[str, Any]]:
+def _groups(num_layers: int) -> list[dict[str, Any]]:
     """Parameters that have a gradient."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    matrices, mesh = layers(num_layers), init_device_mesh("cpu", (dist.get_world_size(),))
     parameters = [sharded(shape, mesh) for shape in matrices.values()]
     for parameter in parameters:
         parameter.grad = parameter.detach().clone()
