@@ -11,8 +11,9 @@ switched from step to step, interleaved in one run; times are those of the slowe
 
 *Exposed* is a step less compute alone; the *cost* of communication is what is exposed with the pipeline off, and *hidden* is the
 part of it that is not exposed with the pipeline on, round by round. *Could hide* is the most that Newton-Schulz is long enough
-for: of each wave the lesser of its Newton-Schulz and the collectives that are in flight beside it. *waits* are the seconds that
-the optimizer stands still for collectives (and for the other rank), *cpu* those of all threads.
+for: of each wave the lesser of its Newton-Schulz and the collectives that are in flight beside it. *waits* are the times
+that the optimizer stands still for collectives, or for the other rank: what is hidden of them does not depend on how fast the
+machine happens to compute, but leaves out what communication takes of the cores. *cpu* are the times of all threads.
 
     python benchmarks/exposed.py [--rate 1gbit] [--preset torch] [--wave-mib 4] [--rounds 15] [--json] [--picture exposed.png]
 
@@ -121,17 +122,14 @@ class Once(NamedTuple):
     seconds: float
     busy: float
     """Of a core, all threads of the rank together."""
+    waits: float
+    """In which the optimizer stands still for collectives."""
     spans: list[Span]
     """Of this rank."""
 
     def of_waves(self, name: str) -> dict[int, float]:
         """Seconds that each wave takes in the ranges of one name."""
         return {span.wave: span.end - span.start for span in self.spans if span.name == name}
-
-    @property
-    def waits(self) -> float:
-        """Seconds in which the slowest rank waits for collectives. Collective."""
-        return slowest(sum(span.end - span.start for span in self.spans if span.name.startswith("wait")))
 
 
 def measure(preset: str, wave_bytes: int, num_layers: int, num_rounds: int) -> list[dict[str, Once]]:
@@ -162,7 +160,9 @@ def measure(preset: str, wave_bytes: int, num_layers: int, num_rounds: int) -> l
             switch.run_collectives()
         else:
             optimizer.step()
-        return Once(slowest(time.perf_counter() - start), slowest(time.process_time() - busy), stamps.spans)
+        seconds, busy = time.perf_counter() - start, time.process_time() - busy
+        waits = sum(span.end - span.start for span in stamps.spans if span.name.startswith("wait"))
+        return Once(slowest(seconds), slowest(busy), slowest(waits), stamps.spans)
 
     for mode in MODES:
         once(mode)
@@ -197,9 +197,21 @@ def table(rounds: Sequence[dict[str, Once]]) -> list[dict[str, Any]]:
     exposed = [on - compute for on, compute in zip(times(ON), times(COMPUTE), strict=True)]
     hidden = [off - on for off, on in zip(times(OFF), times(ON), strict=True)]
     for name, seconds in (("cost", cost), ("exposed", exposed), ("hidden", hidden), ("could hide", could_hide)):
-        low, middle, high = quartiles([value / whole for value, whole in zip(seconds, cost, strict=True)])
-        rows.append({"name": name, **summary(seconds), "of_cost": middle, "of_cost_low": low, "of_cost_high": high})
+        rows.append({"name": name, **summary(seconds), **_share(seconds, cost)})
+    waits = [of_mode[OFF].waits for of_mode in rounds]
+    unwaited = [of_mode[OFF].waits - of_mode[ON].waits for of_mode in rounds]
+    rows.append({"name": "hidden waits, of waits", **summary(unwaited), **_share(unwaited, waits)})
     return rows
+
+
+def _share(parts: Sequence[float], wholes: Sequence[float]) -> dict[str, float]:
+    low, middle, high = quartiles([part / whole for part, whole in zip(parts, wholes, strict=True)])
+    return {"share": middle, "share_low": low, "share_high": high}
+
+
+def _typical(rounds: Sequence[dict[str, Once]], mode: str) -> Once:
+    """The one of median time, the same on all ranks."""
+    return sorted((of_mode[mode] for of_mode in rounds), key=lambda once: once.seconds)[len(rounds) // 2]
 
 
 def draw(timelines: dict[str, list[list[Span]]], path: Path) -> None:
@@ -216,7 +228,6 @@ def draw(timelines: dict[str, list[list[Span]]], path: Path) -> None:
         labels = []
         for rank, spans in enumerate(by_rank):
             launched = {(span.name, span.wave): span.end for span in spans if not span.name.startswith("wait")}
-
             for span in sorted(spans, key=lambda span: span.name.startswith("wait")):
                 way = span.name.removeprefix("wait_")
                 if way == span.name:
@@ -275,7 +286,7 @@ def main() -> None:
     rounds = measure(arguments.preset, int(arguments.wave_mib * 2**20), arguments.layers, arguments.rounds)
     rows = table(rounds)
     timelines: list[dict[str, list[Span]]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(timelines, {mode: rounds[-1][mode].spans for mode in (ON, OFF)})
+    dist.all_gather_object(timelines, {mode: _typical(rounds, mode).spans for mode in (ON, OFF)})
     if dist.get_rank() == 0:
         show(rows, arguments.json)
         if arguments.picture:
