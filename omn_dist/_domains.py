@@ -11,6 +11,7 @@ from torch import Tensor
 
 from omn_dist.algorithms.newton_schulz import group_recipe
 from omn_dist.algorithms.row_numbers import MATRIX_ALGORITHMS
+from omn_dist.algorithms.scratch import Scratch
 from omn_dist.algorithms.vector import vector_segments
 from omn_dist.exchange.pipeline import Pipeline
 from omn_dist.exchange.transport import all_gather_single
@@ -34,7 +35,11 @@ class Domain:
     plan: Plan
     members: Mapping[str, Member]
     """By parameter name."""
+    rank: int
+    """Of this process, among the ranks of the plan."""
     pipeline: Pipeline
+    scratch: Scratch = field(default_factory=Scratch)
+    """Working memory of the owner's products."""
 
     @property
     def bytes_sent(self) -> int:
@@ -72,7 +77,7 @@ def build_domains(
     groups: Sequence[dict[str, Any]],
     *,
     wire: str,
-    wave_bytes: int,
+    wave_bytes: int | None,
     transport: Transport,
     shared: SharedGroups,
     owners: Mapping[str, int],
@@ -163,7 +168,7 @@ def _build(planned: _Planned, device: torch.device, dtype: torch.dtype, shared: 
     if group is not None:
         compare_plans(plan, group, device)
     rank = ranks.index(dist.get_rank()) if ranks else 0
-    return Domain(plan, planned.members, Pipeline(plan, rank, group, device, dtype))
+    return Domain(plan, planned.members, rank, Pipeline(plan, rank, group, device, dtype))
 
 
 def compare_plans(plan: Plan, group: dist.ProcessGroup, device: torch.device) -> None:
