@@ -70,6 +70,11 @@ def _rank(rank: int, num_ranks: int, folder: str, function: Callable[..., Any], 
     dist.destroy_process_group()
 
 
+def mebibytes(text: str) -> int:
+    """The bytes of a number of MiB on the command line."""
+    return int(float(text) * 2**20)
+
+
 def sharded(shape: tuple[int, int], mesh: DeviceMesh) -> nn.Parameter:
     """A parameter of random numbers, its rows over the ranks of ``mesh``."""
     full = torch.randn(shape, generator=torch.Generator().manual_seed(shape[0])).mul_(0.02)

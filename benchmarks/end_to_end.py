@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import on_ranks, quartiles, show, slowest, summary
-from floor import floor_seconds
+from floor import Floor
 from torch.distributed.device_mesh import init_device_mesh
 
 from omn_dist import DualOptimizer, build_parameter_groups
@@ -59,6 +59,7 @@ def measure(preset: str, num_layers: int, num_sequences: int, num_rounds: int) -
     tokens, targets = torch.randint(ours.config.vocab_size, (2, num_sequences, NUM_TOKENS), generator=generator)
     times: dict[str, list[float]] = {name: [] for name in contenders}
     steps: dict[str, list[float]] = {name: [] for name in contenders}
+    floor = Floor(preset, matrices)
     products = []
     for number in range(num_rounds + 1):
         # Every second round backwards: what drifts on the machine meets both alike.
@@ -74,7 +75,7 @@ def measure(preset: str, num_layers: int, num_sequences: int, num_rounds: int) -
             if number:  # the first round allocates
                 times[name].append(slowest(end - start))
                 steps[name].append(slowest(end - before_step))
-        products.append(floor_seconds(preset, matrices)["products"])
+        products.append(floor.seconds()["products"])
     expected = [adamw + product for adamw, product in zip(times["AdamW"], products[1:], strict=True)]
     ratios = [dual / whole for dual, whole in zip(times["DualOptimizer"], expected, strict=True)]
     rows = [{"name": name, **summary(times[name]), "step_ms": 1e3 * median(steps[name])} for name in contenders]

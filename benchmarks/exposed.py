@@ -34,7 +34,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from common import layers, quartiles, sharded, show, slowest, summary
+from common import layers, mebibytes, quartiles, sharded, show, slowest, summary
 from slow_network import ADDRESSES, INTERFACE, two_hosts, why_not
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -42,7 +42,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from omn_dist import DualOptimizer
 from omn_dist.exchange import pipeline
 from omn_dist.exchange.transport import Pending, WaveTransport
-from omn_dist.plan.ownership import DEFAULT_WAVE_BYTES
 
 MODES = ON, OFF, COMPUTE, COLLECTIVES = "pipeline on", "pipeline off", "compute alone", "collectives alone"
 
@@ -132,7 +131,7 @@ class Once(NamedTuple):
         return {span.wave: span.end - span.start for span in self.spans if span.name == name}
 
 
-def measure(preset: str, wave_bytes: int, num_layers: int, num_rounds: int) -> list[dict[str, Once]]:
+def measure(preset: str, wave_bytes: int | None, num_layers: int, num_rounds: int) -> list[dict[str, Once]]:
     """Every mode in every round. Collective."""
     stamps = Stamps()
     switches: list[Switch] = []
@@ -269,7 +268,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", default="1gbit", help="of the network between the hosts, as tc takes it (1gbit)")
     parser.add_argument("--preset", choices=("omn", "torch"), default="torch")
-    parser.add_argument("--wave-mib", type=float, default=DEFAULT_WAVE_BYTES / 2**20, help="byte budget of a wave (the default's)")
+    parser.add_argument("--wave-mib", type=mebibytes, help="byte budget of a wave (the optimizer's choice)")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", action="store_true")
@@ -283,7 +282,7 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rounds = measure(arguments.preset, int(arguments.wave_mib * 2**20), arguments.layers, arguments.rounds)
+    rounds = measure(arguments.preset, arguments.wave_mib, arguments.layers, arguments.rounds)
     rows = table(rounds)
     timelines: list[dict[str, list[Span]]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(timelines, {mode: _typical(rounds, mode).spans for mode in (ON, OFF)})

@@ -22,14 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from common import layers, on_ranks, sharded, show, slowest
+from common import layers, mebibytes, on_ranks, sharded, show, slowest
 from torch.distributed.device_mesh import init_device_mesh
 
 from omn_dist import DualOptimizer
-from omn_dist.plan.ownership import DEFAULT_WAVE_BYTES
 
 
-def measure(num_layers: int, preset: str, wave_bytes: int) -> dict[str, Any]:
+def measure(num_layers: int, preset: str, wave_bytes: int | None) -> dict[str, Any]:
     """A row of the table. Collective."""
     DualOptimizer(_groups(1), preset=preset, wave_bytes=wave_bytes).step()
     groups = _groups(num_layers)
@@ -83,10 +82,10 @@ def main() -> None:
     parser.add_argument("--layers", type=_numbers, default=[4, 8, 16, 64])
     parser.add_argument("--ranks", type=_numbers, default=[2, 4])
     parser.add_argument("--preset", choices=("omn", "torch"), default="torch")
-    parser.add_argument("--wave-mib", type=float, default=DEFAULT_WAVE_BYTES / 2**20, help="byte budget of a wave (the default's)")
+    parser.add_argument("--wave-mib", type=mebibytes, help="byte budget of a wave (the optimizer's choice)")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    options = (arguments.preset, int(arguments.wave_mib * 2**20))
+    options = (arguments.preset, arguments.wave_mib)
     rows = [on_ranks(ranks, measure, count, *options) for ranks in arguments.ranks for count in arguments.layers]
     show(rows, arguments.json)
 
