@@ -79,37 +79,50 @@ class MatrixStep:
         *,
         deterministic: bool,
     ) -> None:
-        plan, members = domain.plan, domain.members
-        self._plan, self._rank, self._scratch = plan, domain.rank, domain.scratch
+        self._plan, self._members = domain.plan, domain.members
+        self._rank, self._scratch = domain.rank, domain.scratch
+        self._state, self._gradients = state, gradients
         self._deterministic = deterministic
-        settings_by_group: dict[int, UpdateSettings] = {}
-        by_name: dict[str, _Shard] = {}
-        for name, (parameter, group) in members.items():
-            settings = settings_by_group.setdefault(id(group), _settings(group))
-            gradient = gradients[parameter]
-            master = state[parameter].get("master")
-            local = as_matrix(local_tensor(parameter.detach()))
-            by_name[name] = _Shard(
-                local if master is None else as_matrix(local_tensor(master)),
-                None if master is None else local,
-                as_matrix(local_tensor(state[parameter]["momentum_buffer"])),
-                None if gradient is None else as_matrix(gradient),
-                settings,
-                RowMoment.of_state(parameter, state[parameter], group),
-            )
-        self._shards = [_of_matrix(by_name[matrix.parameter_name], members, matrix) for matrix in plan.matrices]
+        self._settings: dict[int, UpdateSettings] = {}
+        self._by_parameter: dict[str, _Shard] = {}
+        self._by_matrix: dict[int, _Shard] = {}
         self._presences: list[Tensor] = []
+
+    def _shard(self, matrix: int) -> _Shard:
+        """Made when it is first asked for: of a step that begins in backward not all gradients are there at once."""
+        if matrix not in self._by_matrix:
+            whole = self._plan.matrices[matrix]
+            name = whole.parameter_name
+            if name not in self._by_parameter:
+                self._by_parameter[name] = self._of_parameter(*self._members[name])
+            self._by_matrix[matrix] = _of_matrix(self._by_parameter[name], self._members, whole)
+        return self._by_matrix[matrix]
+
+    def _of_parameter(self, parameter: Tensor, group: dict[str, Any]) -> _Shard:
+        if id(group) not in self._settings:
+            self._settings[id(group)] = _settings(group)
+        state, gradient = self._state[parameter], self._gradients[parameter]
+        master = state.get("master")
+        local = as_matrix(local_tensor(parameter.detach()))
+        return _Shard(
+            local if master is None else as_matrix(local_tensor(master)),
+            None if master is None else local,
+            as_matrix(local_tensor(state["momentum_buffer"])),
+            None if gradient is None else as_matrix(gradient),
+            self._settings[id(group)],
+            RowMoment.of_state(parameter, state, group),
+        )
 
     def saw_gradient(self) -> bool:
         """Whether another rank reported a gradient for a shard that has none here. Reads from the device."""
         return any(bool(present) for present in self._presences)
 
     def has_gradient(self, matrix: int) -> bool:
-        return self._shards[matrix].gradient is not None
+        return self._shard(matrix).gradient is not None
 
     def prepare(self, places: Sequence[Place], directions: Sequence[Tensor], numbers: Sequence[Tensor], *, commit: bool) -> None:
         for place, target, rows in zip(places, directions, numbers, strict=True):
-            shard, segment = self._shards[place.matrix], place.segment
+            shard, segment = self._shard(place.matrix), place.segment
             commits = commit and self._commits_early(place)
             gradient, momentum = _gradient(shard, segment), _local(shard.momentum, segment)
             muon.prepare(gradient, momentum, shard.settings, target, commit=commits, scratch=self._scratch)
@@ -126,12 +139,12 @@ class MatrixStep:
         return self.has_gradient(place.matrix) and speaks(self._plan, place.matrix, self._rank)
 
     def _commit(self, place: Place) -> None:
-        shard = self._shards[place.matrix]
+        shard = self._shard(place.matrix)
         muon.commit(_gradient(shard, place.segment), _local(shard.momentum, place.segment), shard.settings)
 
     def transform(self, matrices: Sequence[int], stack: Tensor, numbers: Sequence[StackNumbers]) -> None:
         # Matrices of one shape may belong to groups with different settings.
-        settings = [self._shards[matrix].settings for matrix in matrices]
+        settings = [self._shard(matrix).settings for matrix in matrices]
         start = 0
         for stop in range(1, len(matrices) + 1):
             if stop == len(matrices) or settings[stop] != settings[start]:
@@ -164,7 +177,7 @@ class MatrixStep:
         returned: Sequence[Returned],
     ) -> None:
         for place, update, flag, numbers in zip(places, updates, present, returned, strict=True):
-            shard, segment = self._shards[place.matrix], place.segment
+            shard, segment = self._shard(place.matrix), place.segment
             changed = [_local(shard.parameter, segment), _local(shard.momentum, segment)]
             if shard.row_moment is not None:
                 changed.append(shard.row_moment.rows(segment))
@@ -178,7 +191,7 @@ class MatrixStep:
                 _local(shard.rounded, segment).copy_(changed[0])
 
     def _apply(self, place: Place, update: Tensor, numbers: Returned, changed: Sequence[Tensor]) -> None:
-        shard, whole = self._shards[place.matrix], self._plan.matrices[place.matrix]
+        shard, whole = self._shard(place.matrix), self._plan.matrices[place.matrix]
         if not self._commits_early(place):
             self._commit(place)
         shape = {"num_rows": whole.num_rows, "num_columns": whole.num_columns}
@@ -206,7 +219,10 @@ class AdamWStep:
         groups: Sequence[Mapping[str, Any]],
         state: Mapping[Tensor, Mapping[str, Any]],
         gradients: Gradients,
+        *,
+        deterministic: bool,
     ) -> None:
+        self._deterministic = deterministic
         self._groups = groups
         self._state = state
         self._gradients = gradients
@@ -233,6 +249,7 @@ class AdamWStep:
                     betas=tuple(group["betas"]),
                     epsilon=group["eps"],
                     weight_decay=group["weight_decay"],
+                    deterministic=self._deterministic,
                 )
                 for parameter, master, local in zip(present, masters, stepped, strict=True):
                     if master is not None:

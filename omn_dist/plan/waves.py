@@ -143,12 +143,15 @@ def _fewest(cut: Callable[[int], Waves], tally: Tally, budget: int, queues: Sequ
 
 
 def _spread(sets: Waves, room: Sequence[int], num_waves: int) -> Waves:
-    """Whole sets into waves of about equal room, neighbours together."""
+    """Whole sets into waves of about equal room, neighbours together; the first and the last get half as much.
+
+    The first gather and the last scatter have nothing to hide behind.
+    """
     waves: Waves = [[] for _ in range(num_waves)]
-    total, done = sum(room), 0
+    total, done = max(sum(room), 1), 0
     for part, needed in zip(sets, room, strict=True):
         # The middle of a set's room decides its wave.
-        waves[min((2 * done + needed) * num_waves // max(2 * total, 1), num_waves - 1)] += part
+        waves[min(((2 * done + needed) * (num_waves - 1) + total) // (2 * total), num_waves - 1)] += part
         done += needed
     return [wave for wave in waves if wave]
 
