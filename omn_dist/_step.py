@@ -13,14 +13,17 @@ from omn_dist._domains import Member
 from omn_dist._row_moment import RowMoment
 from omn_dist.algorithms import muon, normuon, vector
 from omn_dist.algorithms.adamw import adamw_update
+from omn_dist.algorithms.guards import guards_of
 from omn_dist.algorithms.muon import MuonSettings, UpdateSettings
 from omn_dist.algorithms.newton_schulz import group_recipe
 from omn_dist.algorithms.normuon import NorMuonSettings
+from omn_dist.algorithms.team_newton_schulz import Team, orthogonalize_slice
 from omn_dist.algorithms.vector import VectorSettings, vector_segments
 from omn_dist.exchange.numbers import Returned, StackNumbers
 from omn_dist.exchange.pipeline import Place
+from omn_dist.plan.cost import cost_form
 from omn_dist.plan.layout import Segment
-from omn_dist.plan.matrix import Matrix
+from omn_dist.plan.matrix import Matrix, whole_only
 from omn_dist.plan.ownership import Plan
 from omn_dist.plan.placement import as_matrix, local_tensor
 
@@ -98,6 +101,9 @@ class MatrixStep:
                 RowMoment.of_state(parameter, state[parameter], group),
             )
         self._shards = [_of_matrix(by_name[matrix.parameter_name], members, matrix) for matrix in plan.matrices]
+        for matrix in plan.matrices:
+            if matrix.slice is not None:
+                _check_team(matrix, members[matrix.parameter_name][1])
         self._presences: list[Tensor] = []
 
     def saw_gradient(self) -> bool:
@@ -123,6 +129,14 @@ class MatrixStep:
                 transposed = self._plan.matrices[matrices[start]].transposed
                 self._transform(transposed, settings[start], stack[start:stop], numbers[start:stop])
                 start = stop
+
+    def transform_slice(self, matrix: int, direction: Tensor, team: Team) -> None:
+        whole, settings = self._plan.matrices[matrix].slice, self._shards[matrix].settings
+        assert whole is not None, "teams work on slices"
+        assert isinstance(settings, MuonSettings), "of matrices on Muon"
+        # The short side of the whole matrix as rows.
+        short_first = direction.T if whole.cuts_rows else direction
+        short_first.copy_(orthogonalize_slice(short_first, settings.recipe, team))
 
     def _transform(self, transposed: bool, settings: UpdateSettings, stack: Tensor, numbers: Sequence[StackNumbers]) -> None:
         if isinstance(settings, VectorSettings):
@@ -161,7 +175,8 @@ class MatrixStep:
                 _local(shard.rounded, segment).copy_(changed[0])
 
     def _apply(self, place: Place, update: Tensor, numbers: Returned, changed: Sequence[Tensor]) -> None:
-        shard, whole = self._shards[place.matrix], self._plan.matrices[place.matrix]
+        shard, matrix = self._shards[place.matrix], self._plan.matrices[place.matrix]
+        num_rows, num_columns = matrix.operator_shape
         gradient = _gradient(shard, place.segment)
         if isinstance(shard.settings, NorMuonSettings):
             parameter, momentum, row_moment = changed
@@ -174,9 +189,9 @@ class MatrixStep:
                 numbers.rows[0],
                 numbers.scalars[0],
                 shard.settings,
-                num_rows=whole.num_rows,
-                num_columns=whole.num_columns,
-                transposed=whole.transposed,
+                num_rows=num_rows,
+                num_columns=num_columns,
+                transposed=matrix.transposed,
             )
             return
         parameter, momentum = changed
@@ -186,8 +201,8 @@ class MatrixStep:
             momentum,
             update,
             shard.settings,
-            num_rows=whole.num_rows,
-            num_columns=whole.num_columns,
+            num_rows=num_rows,
+            num_columns=num_columns,
         )
 
 
@@ -245,6 +260,17 @@ def _settings(group: Mapping[str, Any]) -> UpdateSettings:
     if group["algorithm"] == "normuon":
         return NorMuonSettings(**common, **fields("row_beta", "row_epsilon", "rescale"))
     return MuonSettings(**common)
+
+
+def _check_team(matrix: Matrix, group: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` when a group was changed, after its plan was made, to what the team of a slice cannot do."""
+    form = cost_form(group_recipe(group), *matrix.operator_shape)
+    if found := whole_only(group["algorithm"], form, guards_of(group)):
+        name = matrix.slice.whole if matrix.slice is not None else matrix.name
+        raise ValueError(
+            f"matrix {name}: found {found} in its group, set after a team was formed for it; expected it at construction, "
+            "or the matrix out of teams"
+        )
 
 
 def _of_matrix(shard: _Shard, members: Mapping[str, Member], matrix: Matrix) -> _Shard:
