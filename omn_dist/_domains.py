@@ -62,6 +62,7 @@ class SharedGroups:
         self.replicas = replicas
         self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._teams: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._known_teams: set[tuple[int, ...]] = set()
 
     def of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The pipeline's group of these global ranks; ``None`` for fewer than two. Collective on first use."""
@@ -75,18 +76,25 @@ class SharedGroups:
     def of_teams(self, plan: Plan, ranks: tuple[int, ...]) -> dict[tuple[int, ...], dist.ProcessGroup]:
         """The groups of the teams of ``plan`` that this rank is in, by ranks of the plan, which are these global ``ranks``.
 
-        Collective over each team on first use; all ranks make theirs in one order, so teams may overlap.
+        Collective over all ``ranks`` on first use. torch names a group after its ranks and after the number of groups that a rank
+        has, which therefore must be equal everywhere: in each round every rank makes one group, of a team or of itself alone.
         """
-        found = {}
-        for team in sorted(set(plan.teams.values())):
-            members = tuple(ranks[rank] for rank in team)
-            if dist.get_rank() not in members:
-                continue
-            if members not in self._teams:
-                group = dist.new_group(list(members), use_local_synchronization=True, group_desc="omn_dist_team")
-                self._teams[members] = group
-            found[team] = self._teams[members]
-        return found
+        members = {team: tuple(ranks[rank] for rank in team) for team in plan.teams.values()}
+        rounds: list[list[tuple[int, ...]]] = []
+        for team in sorted(set(members.values()) - self._known_teams):
+            apart = (found for found in rounds if all(set(team).isdisjoint(other) for other in found))
+            fitting = next(apart, None)
+            if fitting is None:
+                rounds.append([team])
+            else:
+                fitting.append(team)
+        me = dist.get_rank()
+        for found in rounds:
+            own = next((team for team in found if me in team), (me,))
+            group = dist.new_group(list(own), use_local_synchronization=True, group_desc="omn_dist_team")
+            self._teams[own] = group
+        self._known_teams.update(members.values())
+        return {team: self._teams[own] for team, own in members.items() if me in own}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self

@@ -41,7 +41,7 @@ def with_teams(plan: Plan, teams: Mapping[str, Sequence[int]], owners: Sequence[
             raise ValueError(
                 f"teams: found {name!r}, expected names of matrices of the plan, such as {next(iter(matrix_by_name))!r}"
             )
-        if sorted(set(team)) != list(team) or not 0 <= team[0] <= team[-1] < plan.world_size:
+        if sorted(set(team) & set(range(plan.world_size))) != list(team):
             raise ValueError(
                 f"matrix {name}: found the team {list(team)}, expected ranks in ascending order below {plan.world_size}, each once"
             )

@@ -32,16 +32,20 @@ class TeamChoice:
     """``whole`` itself where no team lowers the busiest rank."""
     device: Device
     topology: Topology
+    num_adamw_elements: int
 
     @cached_property
     def whole_seconds(self) -> float:
         """Predicted step with one owner a matrix."""
-        return simulate(self.whole, self.device, self.topology).seconds
+        return self._step(self.whole)
 
     @cached_property
     def seconds(self) -> float:
         """Predicted step with teams."""
-        return simulate(self.teamed, self.device, self.topology).seconds
+        return self._step(self.teamed)
+
+    def _step(self, plan: Plan) -> float:
+        return simulate(plan, self.device, self.topology, num_adamw_elements=self.num_adamw_elements).seconds
 
     @property
     def pays(self) -> bool:
@@ -56,7 +60,7 @@ class TeamChoice:
     def __str__(self) -> str:
         """One line: what was compared, and what was chosen."""
         if self.teamed is self.whole:
-            return f"no team of ranks would lower the busiest rank (imbalance {self.whole.imbalance:.3f})"
+            return f"teams of ranks do not pay on {self.device.name}: with their collectives none lowers the busiest rank's seconds"
         return (
             f"{len(self.teamed.teams)} of {self.whole.num_matrices} matrices on teams of ranks: imbalance "
             f"{self.teamed.imbalance:.3f} instead of {self.whole.imbalance:.3f}, predicted step {1e3 * self.seconds:.2f} instead "
@@ -64,7 +68,14 @@ class TeamChoice:
         )
 
 
-def choose_teams(plan: Plan, device: Device, topology: Topology | None = None, nodes: Sequence[int] | None = None) -> TeamChoice:
+def choose_teams(
+    plan: Plan,
+    device: Device,
+    topology: Topology | None = None,
+    *,
+    nodes: Sequence[int] | None = None,
+    num_adamw_elements: int = 0,
+) -> TeamChoice:
     """The best plan with teams for the matrices of ``plan``, beside that plan. Pure and deterministic.
 
     For a target of seconds, matrices go heaviest first to the least loaded rank, whole; one that does not fit any more goes to
@@ -76,6 +87,7 @@ def choose_teams(plan: Plan, device: Device, topology: Topology | None = None, n
         device: what each rank computes with.
         topology: the network; the device's own when ``None``.
         nodes: the node of each rank; consecutive ranks, as the topology says, when ``None``.
+        num_adamw_elements: elements of parameters that take AdamW in the same step, over all ranks.
     """
     topology = device.topology if topology is None else topology
     if nodes is None:
@@ -91,9 +103,10 @@ def choose_teams(plan: Plan, device: Device, topology: Topology | None = None, n
         else:
             best, high = found, target
     if best is None or not any(len(team) > 1 for team in best):
-        return TeamChoice(plan, plan, device, topology)
+        return TeamChoice(plan, plan, device, topology, num_adamw_elements)
     teams = {matrix.name: team for matrix, team in zip(plan.matrices, best, strict=True) if len(team) > 1}
-    return TeamChoice(plan, with_teams(plan, teams, [team[0] for team in best]), device, topology)
+    teamed = with_teams(plan, teams, [team[0] for team in best])
+    return TeamChoice(plan, teamed, device, topology, num_adamw_elements)
 
 
 _Assignment = list[tuple[int, ...]]

@@ -42,6 +42,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--ranks-per-node", type=int, metavar="N", help="instead of the device's usual number")
     command.add_argument("--replicas", type=int, default=1, metavar="N", help="HSDP: copies of the sharded model (1)")
     command.add_argument("--tensor", type=int, default=1, metavar="N", help="tensor parallelism under FSDP2 (1)")
+    command.add_argument(
+        "--teams", choices=("never", "auto"), help="teams of ranks on one matrix, where they pay (never, or what CONFIG says)"
+    )
     command.add_argument("--wave-mib", type=int, metavar="N", help="budget of a slot and of the stack (64)")
     command.add_argument("--json", action="store_true", help="rows as JSON on stdout, instead of tables")
     command.add_argument("--csv", metavar="FILE", help="rows as CSV")
@@ -58,6 +61,8 @@ def run(parsed: argparse.Namespace) -> int:
     topology = device.topology
     if parsed.ranks_per_node is not None:
         topology = dataclasses.replace(topology, ranks_per_node=_positive("--ranks-per-node", parsed.ranks_per_node))
+    if parsed.teams is not None:
+        options["teams"] = parsed.teams
     if parsed.wave_mib is not None:
         options["wave_bytes"] = _positive("--wave-mib", parsed.wave_mib) * 2**20
     setting = Setting(
@@ -112,7 +117,7 @@ def _models(parsed: argparse.Namespace) -> tuple[list[ModelShapes], Preset, dict
                 matrices[matrix.name] = (matrix.num_rows, matrix.num_columns)
             others += view.num_adamw_elements if view is not None else 0
     own = ModelShapes(name=Path(parsed.config).stem, matrices=matrices, num_other_elements=others, source=str(parsed.config))
-    options: dict[str, Any] = {"transport": config.optimizer.transport}
+    options: dict[str, Any] = {"transport": config.optimizer.transport, "teams": config.optimizer.teams}
     if config.optimizer.wave_bytes is not None:
         options["wave_bytes"] = config.optimizer.wave_bytes
     preset = resolve_preset(config.optimizer.preset, config.optimizer.overrides)

@@ -36,6 +36,8 @@ class OptimizerConfig:
     """Byte budget of the matrices in flight together; null: the optimizer's own default."""
     transport: Literal["all_to_all", "all_gather"] = "all_to_all"
     """How shards reach owners and return; the bits of the result are the same."""
+    teams: Literal["never", "auto"] = "never"
+    """``auto``: teams of ranks work on one matrix where that is predicted to pay; other last bits than ``never``."""
 
     def __post_init__(self) -> None:
         _require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "a number of at least 0")

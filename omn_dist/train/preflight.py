@@ -38,6 +38,7 @@ _REPORTED = (
     "batch.max_consecutive_rejected",
     "optimizer.wave_bytes",
     "optimizer.transport",
+    "optimizer.teams",
     "model.activation_checkpointing",
     "reshard_after_forward",
     "device",
