@@ -13,6 +13,7 @@ Three terms, added on CPU ranks, which compute and communicate on the same cores
 import argparse
 import time
 from collections import Counter
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -27,11 +28,11 @@ from omn_dist.exchange.transport import AllToAll
 NUM_ROUNDS = 5
 
 
-def floor_seconds(preset: str) -> dict[str, float]:
-    """The terms of the floor and their sum, in seconds. Collective; times are those of the slowest rank."""
+def floor_seconds(preset: str, matrices: Mapping[str, tuple[int, int]] = MATRICES) -> dict[str, float]:
+    """The terms of the floor of ``matrices`` and their sum, in seconds. Collective; times are those of the slowest rank."""
     world_size, rank = dist.get_world_size(), dist.get_rank()
     dtype = torch.bfloat16 if preset == "torch" else torch.float32
-    plan = plan_ownership(MATRICES, world_size, wire_itemsize=dtype.itemsize)
+    plan = plan_ownership(matrices, world_size, wire_itemsize=dtype.itemsize)
     owned = Counter(
         tuple(sorted((matrix.num_rows, matrix.num_columns)))
         for matrix, owner in zip(plan.matrices, plan.owners, strict=True)
