@@ -1,6 +1,5 @@
 """Teams of ranks on one matrix: near the whole-matrix update, as far from exact arithmetic as it is, the same in every run."""
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,8 +26,8 @@ TEAMS: dict[int, dict[str, list[int]]] = {
     4: {"wide": [0, 1], "tall": [1, 2], "square": [2, 3], "thin": [0, 3], "last": [0, 1, 2, 3]},
 }
 # What teams and one owner may differ by after these steps, relative to the weights (Frobenius norms): sums are rounded in another
-# order. Measured on these shapes: 1.9e-6 in fp32, 2.1e-2 in bf16, where each is as far from exact arithmetic as that.
-TOLERANCE = {"omn": 4e-6, "torch": 4e-2}
+# order. Measured on these shapes: 1.2e-6 in fp32, 2.6e-2 in bf16; either is as far from exact arithmetic as the other.
+TOLERANCE = {"omn": 3e-6, "torch": 5e-2}
 MOMENTUM = 0.95
 
 
@@ -258,8 +257,9 @@ def _train() -> list[tuple[list[float], list[float]]]:
 
 def test_losses_of_twenty_steps_are_those_of_whole_matrices() -> None:
     for results in run_ranks(3, _train):
-        for (never, found), tolerance in zip(results, (2e-5, 2e-2), strict=True):
+        for (never, found), tolerance in zip(results, (1e-6, 2e-2), strict=True):
             assert never[-1] < 0.5 * never[0], "training must get somewhere"
+            # Measured: 1.3e-7 in fp32, 3.7e-3 in bf16.
             torch.testing.assert_close(torch.tensor(found), torch.tensor(never), rtol=tolerance, atol=0)
 
 
