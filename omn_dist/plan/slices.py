@@ -25,37 +25,52 @@ def with_teams(plan: Plan, teams: Mapping[str, Sequence[int]], owners: Sequence[
     """``plan`` with teams of ranks on some of its matrices: new slices, owners and waves; everything else is as before.
 
     Args:
-        plan: of whole matrices.
+        plan: of whole matrices. Waves may need as much as its own budget allows its largest matrix.
         teams: ranks of the plan for each matrix that is cut, by its name; the first has the first slice.
-        owners: of the matrices in the order of ``plan``, for those that stay whole; those of ``plan`` when ``None``.
+        owners: of the matrices in the order of ``plan``, for those that stay whole. When ``None``, heaviest first, each gets the
+            rank that has least to do beside its teams.
 
     Raises:
-        ValueError: a name that is no matrix of the plan, or ranks that are no team.
+        ValueError: a name that is no matrix of the plan, ranks that are no team, or a matrix that no team can work on.
 
     Pure and deterministic.
     """
-    owner_by_matrix = dict(zip(plan.matrices, plan.owners if owners is None else owners, strict=True))
     matrix_by_name = {matrix.name: matrix for matrix in plan.matrices}
+    found: dict[Matrix, int] = {}
     for name, team in teams.items():
         if name not in matrix_by_name:
-            raise ValueError(
-                f"teams: found {name!r}, expected names of matrices of the plan, such as {next(iter(matrix_by_name))!r}"
-            )
+            raise ValueError(f"teams: found {name!r}, expected names of matrices of the plan, such as {min(matrix_by_name)!r}")
         if sorted(set(team) & set(range(plan.world_size))) != list(team):
             raise ValueError(
                 f"matrix {name}: found the team {list(team)}, expected ranks in ascending order below {plan.world_size}, each once"
             )
-        whole = matrix_by_name[name]
-        del owner_by_matrix[whole]
-        owner_by_matrix.update(zip(slices_of(whole, len(team)), team, strict=True))
-    matrices = sorted(owner_by_matrix, key=_whole_name)
-    chosen = tuple(owner_by_matrix[matrix] for matrix in matrices)
-    waves = _waves(matrices, chosen, plan.world_size, plan.wave_bytes, plan.wire_itemsize)
+        found.update(zip(slices_of(matrix_by_name[name], len(team)), team, strict=True))
+    if owners is None:
+        found.update(_owners_beside(found, [matrix for matrix in plan.matrices if matrix.name not in teams], plan.world_size))
+    else:
+        pairs = zip(plan.matrices, owners, strict=True)
+        found.update((matrix, owner) for matrix, owner in pairs if matrix.name not in teams)
+    matrices = sorted(found, key=_whole_name)
+    chosen = tuple(found[matrix] for matrix in matrices)
+    budget = wave_budget(plan.wave_bytes, Tally(plan.matrices, plan.owners, plan.world_size, plan.wire_itemsize))
+    waves = _waves(matrices, chosen, plan.world_size, budget, plan.wire_itemsize)
     return replace(plan, matrices=tuple(matrices), owners=chosen, waves=waves)
 
 
+def _owners_beside(slices: Mapping[Matrix, int], matrices: Sequence[Matrix], world_size: int) -> dict[Matrix, int]:
+    """Owners of whole matrices by longest processing time, where ranks have ``slices`` to work on already."""
+    loads = [0] * world_size
+    for part, rank in slices.items():
+        loads[rank] += part.flops
+    found = {}
+    for matrix in sorted(matrices, key=lambda matrix: (-matrix.flops, matrix.name)):
+        found[matrix] = min(matrix.candidates(), key=lambda rank: (loads[rank], rank))
+        loads[found[matrix]] += matrix.flops
+    return found
+
+
 def _waves(
-    matrices: Sequence[Matrix], owners: Sequence[int], world_size: int, wave_bytes: int, wire_itemsize: int
+    matrices: Sequence[Matrix], owners: Sequence[int], world_size: int, budget: int, wire_itemsize: int
 ) -> tuple[tuple[int, ...], ...]:
     """Waves like those of ``plan.waves``, with all slices of a matrix in one wave.
 
@@ -88,7 +103,7 @@ def _waves(
         return [wave for wave in waves if wave]
 
     tally = Tally(matrices, owners, world_size, wire_itemsize)
-    waves = fewest(cut, tally, wave_budget(wave_bytes, tally), [list(range(len(units)))])
+    waves = fewest(cut, tally, budget, [list(range(len(units)))])
     return tuple(tuple(wave) for wave in waves)
 
 

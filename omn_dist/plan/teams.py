@@ -19,6 +19,7 @@ from omn_dist.plan.slices import slices_of, with_teams
 _SIZES = (2, 3, 4, 6, 8)
 # Targets that are tried for the busiest rank: a bisection to about a thousandth of the range.
 _NUM_TARGETS = 10
+_LEAST_GAIN = 0.02
 
 Seconds = NDArray[np.float64]
 
@@ -49,8 +50,8 @@ class TeamChoice:
 
     @property
     def pays(self) -> bool:
-        """Whether the step with teams is predicted to be faster."""
-        return self.teamed is not self.whole and self.seconds < self.whole_seconds
+        """Whether the step with teams is predicted to be faster by at least 2 %: bits are not given up for less."""
+        return self.teamed is not self.whole and self.seconds < (1 - _LEAST_GAIN) * self.whole_seconds
 
     @property
     def plan(self) -> Plan:

@@ -1,6 +1,8 @@
 """Teams of ranks on one matrix: near the whole-matrix update, as far from exact arithmetic as it is, the same in every run."""
 
+import copy
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -286,10 +288,43 @@ def _mistakes() -> None:
     with pytest.raises(ValueError, match="matrix wide: found stable_rank_floor in its group, set after a team was formed"):
         optimizer.step()
     assert not any(parameter.detach().to_local().any() for parameter in parameters.values()), "nothing may move"
-    # Where every rank has enough to do, teams do not pay, and bits are those of whole matrices.
-    _, optimizer = _build("auto")
-    assert not optimizer.plans[0].teams
 
 
 def test_mistakes_are_one_clear_line() -> None:
     run_ranks(2, _mistakes)
+
+
+def _large(mesh: Any, name: str) -> dict[str, Any]:
+    parameter = sharded(torch.zeros(256, 1024), mesh)
+    set_gradient(parameter, whole_tensors([(256, 1024)], 3)[0])
+    return {"params": [parameter], "param_names": [name], "algorithm": "muon"}
+
+
+def _auto() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    # Matrices that are small, and enough for all ranks: collectives would cost more.
+    _, optimizer = _build("auto")
+    assert not optimizer.plans[0].teams
+    optimizer = DualOptimizer([_large(mesh, "a")], teams="auto")
+    assert optimizer.plans[0].teams == {"a": (0, 1)}
+    optimizer.step()
+    # Copies and loaded states go on with the same groups and the same bits, and plans may change.
+    other = copy.deepcopy(optimizer)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each in (optimizer, other):
+        each.step()
+        each.add_param_group(_large(mesh, "b"))
+        assert not each.plans[0].teams, "one large matrix for each of two ranks"
+        each.step()
+        each.add_param_group(_large(mesh, "c"))
+        assert len(each.plans[0].teams) == 1, "a third one is shared"
+        each.step()
+    for one, same in zip(optimizer.param_groups, other.param_groups, strict=True):
+        assert torch.equal(whole(one["params"][0]), whole(same["params"][0]))
+    # Two machines of one rank each.
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    assert not DualOptimizer([_large(mesh, "a")], teams="auto").plans[0].teams
+
+
+def test_auto_forms_teams_where_they_pay() -> None:
+    run_ranks(2, _auto)
