@@ -11,9 +11,10 @@ Three terms, added on CPU ranks, which compute and communicate on the same cores
 """
 
 import argparse
+import statistics
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -28,27 +29,27 @@ from omn_dist.exchange.transport import AllToAll
 NUM_ROUNDS = 5
 
 
-def floor_seconds(preset: str, matrices: Mapping[str, tuple[int, int]] = MATRICES) -> dict[str, float]:
-    """The terms of the floor of ``matrices`` and their sum, in seconds. Collective; times are those of the slowest rank."""
-    world_size, rank = dist.get_world_size(), dist.get_rank()
-    dtype = torch.bfloat16 if preset == "torch" else torch.float32
-    plan = plan_ownership(matrices, world_size, wire_itemsize=dtype.itemsize)
-    owned = Counter(
-        tuple(sorted((matrix.num_rows, matrix.num_columns)))
-        for matrix, owner in zip(plan.matrices, plan.owners, strict=True)
-        if owner == rank
-    )
-    stacks = [torch.randn(count, *shape).mul_(0.01).to(dtype) for shape, count in sorted(owned.items())]
-    products = sum(min(_fastest(partial(_batched, stack)), _fastest(partial(_one_by_one, stack))) for stack in stacks)
-    num_state_bytes = 2 * 4 * sum(matrix.num_elements for matrix in plan.matrices) // world_size
-    source = torch.zeros(num_state_bytes // 4)
-    target = torch.empty_like(source)
-    copies = _fastest(lambda: target.copy_(source))
-    routes = [wave_route(plan, rank, wave) for wave in plan.waves]
-    exchange = 0.0
-    if world_size > 1:
-        transport = AllToAll(plan, routes, dist.group.WORLD)  # type: ignore[arg-type]
-        sides = [
+class Floor:
+    """The work of a floor, ready to be timed. Collective."""
+
+    def __init__(self, preset: str, matrices: Mapping[str, tuple[int, int]] = MATRICES) -> None:
+        world_size, rank = dist.get_world_size(), dist.get_rank()
+        dtype = torch.bfloat16 if preset == "torch" else torch.float32
+        plan = plan_ownership(matrices, world_size, wire_itemsize=dtype.itemsize)
+        owned = Counter(
+            tuple(sorted((matrix.num_rows, matrix.num_columns)))
+            for matrix, owner in zip(plan.matrices, plan.owners, strict=True)
+            if owner == rank
+        )
+        stacks = [torch.randn(count, *shape).mul_(0.01).to(dtype) for shape, count in sorted(owned.items())]
+        forms = [min((_batched, _one_by_one), key=lambda form: _fastest(partial(form, stack))) for stack in stacks]
+        self._products = [partial(form, stack) for form, stack in zip(forms, stacks, strict=True)]
+        num_state_bytes = 2 * 4 * sum(matrix.num_elements for matrix in plan.matrices) // world_size
+        self._source = torch.zeros(num_state_bytes // 4)
+        self._target = torch.empty_like(self._source)
+        routes = [wave_route(plan, rank, wave) for wave in plan.waves] if world_size > 1 else []
+        self._transport = AllToAll(plan, routes, dist.group.WORLD) if routes else None  # type: ignore[arg-type]
+        self._sides = [
             [
                 torch.zeros(side.num_bytes, dtype=torch.uint8)
                 for side in (route.gather.sent, route.gather.received, route.scatter.sent, route.scatter.received)
@@ -56,24 +57,45 @@ def floor_seconds(preset: str, matrices: Mapping[str, tuple[int, int]] = MATRICE
             for route in routes
         ]
 
-        def all_to_alls() -> None:
-            for number, (out, back, sent, received) in enumerate(sides):
-                transport.gather(number, out, back).wait()
-                transport.scatter(number, sent, received).wait()
+    def seconds(self) -> dict[str, float]:
+        """The terms and their sum, each run once; of the slowest rank. Collective."""
 
-        exchange = _fastest(all_to_alls)
-    terms = {"products": slowest(products), "copies": slowest(copies), "all_to_alls": slowest(exchange)}
-    return {**terms, "floor": sum(terms.values())}
+        def products() -> None:
+            for run in self._products:
+                run()
+
+        work = {
+            "products": products,
+            "copies": lambda: self._target.copy_(self._source),
+            "all_to_alls": self._all_to_alls,
+        }
+        terms = {name: slowest(_timed(function)) for name, function in work.items()}
+        return {**terms, "floor": sum(terms.values())}
+
+    def _all_to_alls(self) -> None:
+        if self._transport is None:
+            return
+        for number, (out, back, sent, received) in enumerate(self._sides):
+            self._transport.gather(number, out, back).wait()
+            self._transport.scatter(number, sent, received).wait()
 
 
-def _fastest(function: Any) -> float:
-    best = float("inf")
-    for _ in range(NUM_ROUNDS):
-        dist.barrier()
-        start = time.perf_counter()
-        function()
-        best = min(best, time.perf_counter() - start)
-    return best
+def floor_seconds(preset: str, matrices: Mapping[str, tuple[int, int]] = MATRICES) -> dict[str, float]:
+    """The terms of the floor of ``matrices`` and their sum: medians of ``NUM_ROUNDS``. Collective."""
+    floor = Floor(preset, matrices)
+    rounds = [floor.seconds() for _ in range(NUM_ROUNDS)]
+    return {name: statistics.median(terms[name] for terms in rounds) for name in rounds[0]}
+
+
+def _timed(function: Callable[[], Any]) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def _fastest(function: Callable[[], Any]) -> float:
+    return slowest(min(_timed(function) for _ in range(NUM_ROUNDS)))
 
 
 def _batched(stack: torch.Tensor) -> None:

@@ -2,13 +2,14 @@
 
     python benchmarks/step_time.py --ranks 2 [--rounds 7] [--json] [--only omn_dist]
 
-Others are compared where they are installed (``pip install -e .[benchmarks]``). Each row is a multiple of the floor that was
-measured in the same run (see floor.py). ``same_update`` says whether a contender computes Muon's update with five standard
-bf16 steps on whole matrices; others are marked, since their time is that of another job.
+Others are compared where they are installed (``pip install -e .[benchmarks]``). ``times_floor`` is the median over rounds of
+a step's time over the mean of the floors right before and after it (see floor.py). ``same_update`` says whether a contender
+computes Muon's update with five standard bf16 steps on whole matrices; others are marked, since their time is that of another job.
 """
 
 import argparse
 import importlib.util
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import MATRICES, on_ranks, show, slowest, summary
-from floor import floor_seconds
+from floor import Floor
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -37,8 +38,8 @@ def contenders() -> Optimizers:
         )
 
     found: Optimizers = {
-        "omn_dist": (ours(deterministic=False), True),
-        "omn_dist, deterministic": (ours(), True),
+        "omn_dist": (ours(), True),
+        "omn_dist, batched": (ours(deterministic=False), True),
         "torch.optim.Muon": (lambda parameters: torch.optim.Muon(parameters), True),
         "torch.optim.AdamW, fused": (lambda parameters: torch.optim.AdamW(parameters, fused=True), False),
     }
@@ -46,7 +47,8 @@ def contenders() -> Optimizers:
         import muon_fsdp2
 
         found["muon-fsdp2"] = (lambda parameters: muon_fsdp2.Muon([{"params": parameters, "use_muon": True}]), True)
-    if importlib.util.find_spec("muonium"):
+    # Its orthogonalisation is a Triton kernel.
+    if importlib.util.find_spec("muonium") and torch.cuda.is_available():
         import muonium
 
         found["muonium"] = (
@@ -64,25 +66,36 @@ def measure(only: list[str], num_rounds: int) -> list[dict[str, Any]]:
         if not only or name in only:
             parameters = [_sharded(shape, mesh) for shape in MATRICES.values()]
             running[name] = (parameters, build(parameters), same_update)
+    floor = Floor("torch")
+    floors: list[float] = []
     times: dict[str, list[float]] = {name: [] for name in running}
-    floors = []
+    ratios: dict[str, list[float]] = {name: [] for name in running}
     for number in range(num_rounds + 1):
-        floors.append(floor_seconds("torch")["floor"])
         for name, (parameters, optimizer, _) in running.items():
             for parameter in parameters:
                 parameter.grad = torch.full_like(parameter, 0.01 * (1 + number))
                 parameter.grad.to_local().add_(parameter.detach().to_local())
+            # Rates of a shared machine change from second to second: each step is compared with the floors around it.
+            before = floor.seconds()["floor"]
             dist.barrier()
             start = time.perf_counter()
             optimizer.step()
             seconds = slowest(time.perf_counter() - start)
+            least = (before + floor.seconds()["floor"]) / 2
             if number:  # the first round allocates and compiles
+                floors.append(least)
                 times[name].append(seconds)
-    floor = summary(floors[1:])
-    rows = [{"name": "floor", **floor, "times_floor": 1.0, "same_update": True}]
+                ratios[name].append(seconds / least)
+    rows = [{"name": "floor", **summary(floors), "times_floor": 1.0, "same_update": True}]
     for name, (_, _, same_update) in running.items():
-        row = summary(times[name])
-        rows.append({"name": name, **row, "times_floor": row["median_ms"] / floor["median_ms"], "same_update": same_update})
+        rows.append(
+            {
+                "name": name,
+                **summary(times[name]),
+                "times_floor": statistics.median(ratios[name]),
+                "same_update": same_update,
+            }
+        )
     return rows
 
 

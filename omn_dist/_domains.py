@@ -14,6 +14,7 @@ from torch import Tensor
 from omn_dist.algorithms.guards import guards_of
 from omn_dist.algorithms.newton_schulz import group_recipe
 from omn_dist.algorithms.row_numbers import MATRIX_ALGORITHMS
+from omn_dist.algorithms.scratch import Scratch
 from omn_dist.algorithms.vector import vector_segments
 from omn_dist.exchange.pipeline import Pipeline
 from omn_dist.exchange.transport import all_gather_single
@@ -44,7 +45,11 @@ class Domain:
     plan: Plan
     members: Mapping[str, Member]
     """By parameter name."""
+    rank: int
+    """Of this process, among the ranks of the plan."""
     pipeline: Pipeline
+    scratch: Scratch = field(default_factory=Scratch)
+    """Working memory of the owner's products."""
 
     @property
     def bytes_sent(self) -> int:
@@ -107,7 +112,7 @@ def build_domains(
     groups: Sequence[dict[str, Any]],
     *,
     wire: str,
-    wave_bytes: int,
+    wave_bytes: int | None,
     transport: Transport,
     shared: SharedGroups,
     owners: Mapping[str, int],
@@ -220,7 +225,7 @@ def _build(planned: _Planned, device: torch.device, dtype: torch.dtype, shared: 
         compare_plans(plan, group, device)
     rank = ranks.index(dist.get_rank()) if ranks else 0
     team_groups = shared.of_teams(plan, ranks) if plan.teams else {}
-    return Domain(plan, planned.members, Pipeline(plan, rank, group, device, dtype, team_groups))
+    return Domain(plan, planned.members, rank, Pipeline(plan, rank, group, device, dtype, team_groups))
 
 
 def compare_plans(plan: Plan, group: dist.ProcessGroup, device: torch.device) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
-from omn_dist._domains import Member
+from omn_dist._domains import Domain, Member
 from omn_dist._row_moment import RowMoment
 from omn_dist.algorithms import muon, normuon, vector
 from omn_dist.algorithms.adamw import adamw_update
@@ -21,10 +21,10 @@ from omn_dist.algorithms.team_newton_schulz import Team, orthogonalize_slice
 from omn_dist.algorithms.vector import VectorSettings, vector_segments
 from omn_dist.exchange.numbers import Returned, StackNumbers
 from omn_dist.exchange.pipeline import Place
+from omn_dist.exchange.route import speaks
 from omn_dist.plan.cost import cost_form
 from omn_dist.plan.layout import Segment
 from omn_dist.plan.matrix import Matrix, whole_only
-from omn_dist.plan.ownership import Plan
 from omn_dist.plan.placement import as_matrix, local_tensor
 
 Gradients = Mapping[Tensor, Tensor | None]
@@ -76,14 +76,14 @@ class MatrixStep:
 
     def __init__(
         self,
-        plan: Plan,
-        members: Mapping[str, Member],
+        domain: Domain,
         state: Mapping[Tensor, Mapping[str, Any]],
         gradients: Gradients,
         *,
         deterministic: bool,
     ) -> None:
-        self._plan = plan
+        plan, members = domain.plan, domain.members
+        self._plan, self._rank, self._scratch = plan, domain.rank, domain.scratch
         self._deterministic = deterministic
         settings_by_group: dict[int, UpdateSettings] = {}
         by_name: dict[str, _Shard] = {}
@@ -113,12 +113,26 @@ class MatrixStep:
     def has_gradient(self, matrix: int) -> bool:
         return self._shards[matrix].gradient is not None
 
-    def prepare(self, places: Sequence[Place], directions: Sequence[Tensor], numbers: Sequence[Tensor]) -> None:
-        for (matrix, segment), target, rows in zip(places, directions, numbers, strict=True):
-            shard = self._shards[matrix]
-            muon.prepare(_gradient(shard, segment), _local(shard.momentum, segment), shard.settings, target)
+    def prepare(self, places: Sequence[Place], directions: Sequence[Tensor], numbers: Sequence[Tensor], *, commit: bool) -> None:
+        for place, target, rows in zip(places, directions, numbers, strict=True):
+            shard, segment = self._shards[place.matrix], place.segment
+            commits = commit and self._commits_early(place)
+            muon.prepare(_gradient(shard, segment), _local(shard.momentum, segment), shard.settings, target, commit=commits)
             if shard.row_moment is not None:
                 rows[0].copy_(shard.row_moment.rows(segment))
+
+    def commit(self, places: Sequence[Place]) -> None:
+        for place in places:
+            if self._commits_early(place):
+                self._commit(place)
+
+    def _commits_early(self, place: Place) -> bool:
+        """Whether the momentum of a rectangle is that of this step before its update is back."""
+        return self.has_gradient(place.matrix) and speaks(self._plan, place.matrix, self._rank)
+
+    def _commit(self, place: Place) -> None:
+        shard = self._shards[place.matrix]
+        muon.commit(_gradient(shard, place.segment), _local(shard.momentum, place.segment), shard.settings)
 
     def transform(self, matrices: Sequence[int], stack: Tensor, numbers: Sequence[StackNumbers]) -> None:
         # Matrices of one shape may belong to groups with different settings.
@@ -143,9 +157,11 @@ class MatrixStep:
             stack.copy_(vector.transform(stack, settings))
             return
         assert isinstance(settings, MuonSettings), "every other algorithm is a kind of Muon"
+        # Operators that are stored transposed get the bits of those that are not.
         directions = stack.mT.contiguous() if transposed else stack
-        for target, update in zip(stack, muon.transform(directions, settings, deterministic=self._deterministic), strict=True):
-            target.copy_(update.T if transposed else update)
+        muon.transform(directions, settings, deterministic=self._deterministic, scratch=self._scratch)
+        if transposed:
+            stack.copy_(directions.mT)
         if isinstance(settings, NorMuonSettings):
             # Of the updates as they travel: what the wire rounds is what the shards normalise.
             for update, (received, returned) in zip(stack, numbers, strict=True):
@@ -175,35 +191,24 @@ class MatrixStep:
                 _local(shard.rounded, segment).copy_(changed[0])
 
     def _apply(self, place: Place, update: Tensor, numbers: Returned, changed: Sequence[Tensor]) -> None:
-        shard, matrix = self._shards[place.matrix], self._plan.matrices[place.matrix]
-        num_rows, num_columns = matrix.operator_shape
-        gradient = _gradient(shard, place.segment)
+        shard, whole = self._shards[place.matrix], self._plan.matrices[place.matrix]
+        if not self._commits_early(place):
+            self._commit(place)
+        shape = dict(zip(("num_rows", "num_columns"), whole.operator_shape, strict=True))
         if isinstance(shard.settings, NorMuonSettings):
-            parameter, momentum, row_moment = changed
+            parameter, _, row_moment = changed
             normuon.apply(
                 parameter,
-                gradient,
-                momentum,
                 row_moment,
                 update,
                 numbers.rows[0],
                 numbers.scalars[0],
                 shard.settings,
-                num_rows=num_rows,
-                num_columns=num_columns,
-                transposed=matrix.transposed,
+                transposed=whole.transposed,
+                **shape,
             )
-            return
-        parameter, momentum = changed
-        muon.apply(
-            parameter,
-            gradient,
-            momentum,
-            update,
-            shard.settings,
-            num_rows=num_rows,
-            num_columns=num_columns,
-        )
+        else:
+            muon.apply(changed[0], update, shard.settings, **shape)
 
 
 class AdamWStep:

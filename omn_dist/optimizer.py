@@ -17,7 +17,7 @@ from omn_dist._row_moment import row_moment_like
 from omn_dist._rows import Rows, RowsStep, build_rows
 from omn_dist._step import AdamWStep, MatrixStep, checked_gradient
 from omn_dist.algorithms.row_numbers import MATRIX_ALGORITHMS
-from omn_dist.plan.ownership import DEFAULT_WAVE_BYTES, Plan
+from omn_dist.plan.ownership import Plan
 from omn_dist.plan.placement import Copies
 from omn_dist.plan.traffic import Transport
 from omn_dist.plan.views import View
@@ -59,7 +59,8 @@ class DualOptimizer(torch.optim.Optimizer):
             ``param_names`` and any field of the algorithm. ``"muon"`` are matrices for the preset's matrix algorithm;
             ``"normuon"``, ``"adamw"`` and ``"vector"`` (parameters with one dim) are those, whatever the preset.
         preset: a name of ``PRESETS`` or a :class:`~omn_dist.presets.Preset`.
-        wave_bytes: byte budget of one slot of the pipeline and of the stack of whole matrices, per rank.
+        wave_bytes: byte budget of one slot of the pipeline and of the stack of whole matrices, per rank. ``None`` gives room for
+            two of the largest matrices a rank, within 1 to 64 MiB, whatever the depth of the model.
         transport: ``"all_to_all"``, or ``"all_gather"`` for fabrics without a good all-to-all. The same on all ranks.
         process_group: ranks that hold equal copies of the *plain* tensors among the matrices (DDP): they then share the work.
             Without it every rank works on its own plain tensors.
@@ -94,7 +95,7 @@ class DualOptimizer(torch.optim.Optimizer):
         groups: Iterable[Mapping[str, Any]],
         *,
         preset: str | Preset = "omn",
-        wave_bytes: int = DEFAULT_WAVE_BYTES,
+        wave_bytes: int | None = None,
         transport: Transport = "all_to_all",
         process_group: dist.ProcessGroup | None = None,
         owners: Mapping[str, int] | None = None,
@@ -198,9 +199,7 @@ class DualOptimizer(torch.optim.Optimizer):
             for name, parameter in zip(group["param_names"], group["params"], strict=True)
         }
         adamw = AdamWStep([group for group in self.param_groups if group["algorithm"] == "adamw"], self.state, gradients)
-        steps = [
-            MatrixStep(domain.plan, domain.members, self.state, gradients, deterministic=self._deterministic) for domain in domains
-        ]
+        steps = [MatrixStep(domain, self.state, gradients, deterministic=self._deterministic) for domain in domains]
         rows = RowsStep(self._rows, self.state, gradients)
 
         def run_local() -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from omn_dist.algorithms.coefficients import Schedule
+from omn_dist.algorithms.scratch import Scratch
 
 Form = Literal["standard", "gram"]
 FormChoice = Literal["standard", "gram", "auto"]
@@ -45,17 +46,58 @@ def chosen_form(choice: FormChoice, schedule: Schedule, short: int, long: int) -
     return "gram" if gram_flops(short, long, schedule.num_steps) < standard else "standard"
 
 
-def standard_form(iterate: Tensor, schedule: Schedule) -> Tensor:
-    """All steps on ``[short, long]`` or ``[batch, short, long]``: ``X <- a X + (b A + c A A) X`` with ``A = X X^T``."""
-    product = torch.addmm if iterate.ndim == 2 else torch.baddbmm
-    for a, b, c in schedule.coefficients:
-        gram = iterate @ iterate.mT
-        if c == 0:
-            iterate = product(iterate, gram, iterate, beta=a, alpha=b)
-            continue
-        polynomial = product(gram, gram, gram, beta=b, alpha=c)
-        iterate = product(iterate, polynomial, iterate, beta=a)
+ITERATES = ("even iterate", "odd iterate")
+"""Working memory of the two iterates; an input may be in the odd one."""
+
+
+def standard_form(iterate: Tensor, schedule: Schedule, scratch: Scratch | None = None, out: Tensor | None = None) -> Tensor:
+    """All steps on ``[short, long]`` or ``[batch, short, long]``: ``X <- a X + (b A + c A A) X`` with ``A = X X^T``.
+
+    Nothing is allocated but what ``scratch`` does not have yet.
+
+    Args:
+        iterate: contiguous or the transpose of that; not changed, unless it is in working memory.
+        schedule: the coefficients of each step.
+        scratch: working memory.
+        out: where the result goes, contiguous; else it is in working memory.
+    """
+    scratch = Scratch() if scratch is None else scratch
+    multiply, combine = (torch.mm, torch.addmm) if iterate.ndim == 2 else (torch.bmm, torch.baddbmm)
+    shape, dtype, device = iterate.shape, iterate.dtype, iterate.device
+    gram, polynomial = (scratch.take(name, (*shape[:-1], shape[-2]), dtype, device) for name in ("gram", "polynomial"))
+    iterates = [scratch.take(name, shape, dtype, device) for name in ITERATES]
+    for step, (a, b, c) in enumerate(schedule.coefficients):
+        target = out if step == schedule.num_steps - 1 and out is not None else iterates[step % 2]
+        multiply(iterate, iterate.mT, out=gram)
+        factor, beta = gram, b
+        if c != 0:
+            factor, beta = combine(gram, gram, gram, beta=b, alpha=c, out=polynomial), 1
+        addend = iterate
+        if not iterate.is_contiguous():
+            addend = copy_transposed(target, iterate.mT)
+        combine(addend, factor, iterate, beta=a, alpha=beta, out=target)
+        iterate = target
     return iterate
+
+
+_SMALLEST_BLOCKED = 3600
+"""Elements from which torch transposes one matrix on CPU block by block."""
+
+
+def copy_transposed(target: Tensor, source: Tensor) -> Tensor:
+    """``target <- source^T`` of each matrix; returns the target.
+
+    On CPU matrix by matrix, and two bytes as an integer: two thirds of the time, measured with bf16 matrices of 1368 x 512.
+    """
+    to, of = target, source.mT
+    if to.dtype == of.dtype and to.dtype.itemsize == 2:
+        to, of = to.view(torch.int16), of.view(torch.int16)
+    if to.ndim == 3 and to.device.type == "cpu" and to[0].numel() >= _SMALLEST_BLOCKED:
+        for one, other in zip(to, of, strict=True):
+            one.copy_(other)
+    else:
+        to.copy_(of)
+    return target
 
 
 def gram_form(iterate: Tensor, schedule: Schedule) -> Tensor:

@@ -1,6 +1,6 @@
 """Muon on the path of a step: prepare (shards), transform (owner), apply (shards)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -8,10 +8,15 @@ from torch import Tensor
 
 from omn_dist.algorithms.guards import capped, guarded
 from omn_dist.algorithms.momentum import MomentumRule, direction, next_momentum
-from omn_dist.algorithms.newton_schulz import Recipe, orthogonalize
+from omn_dist.algorithms.newton_schulz import Recipe, orthogonalize_into
 from omn_dist.algorithms.scale import ScaleMode, adjusted_lr
+from omn_dist.algorithms.scratch import Scratch
 
-_BLOCK_ELEMENTS = 32768
+_BLOCK_ELEMENTS = 65536
+"""Elementwise work on CPU goes in blocks of so many elements, which stay in a core's cache (measured with 6 million elements: half
+the time of whole passes)."""
+_BATCH_BYTES = {"cpu": 2**20, "cuda": 2**26}
+"""Working memory of one batched call. On CPU what a core's cache holds: there larger batches are slower than single matrices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,70 +41,83 @@ class MuonSettings(UpdateSettings):
     stable_rank_floor: float | None = None
 
 
-def prepare(gradient: Tensor, momentum: Tensor, settings: UpdateSettings, out: Tensor) -> None:
+def prepare(gradient: Tensor, momentum: Tensor, settings: UpdateSettings, out: Tensor, *, commit: bool) -> None:
     """Gradient and momentum of a rectangle ``[rows, columns]`` to its direction, written to ``out`` in the wire dtype.
 
-    Elementwise; gradient and momentum are not changed. On CPU it goes in blocks that stay in a core's cache (measured with 6
-    million elements: half the time of whole passes).
+    Elementwise. ``commit`` makes the momentum that of this step, in place; else it is not changed. The gradient never is.
     """
-    num_rows, num_columns = momentum.shape
-    block = max(1, _BLOCK_ELEMENTS // max(1, num_columns)) if momentum.device.type == "cpu" else max(1, num_rows)
-    scratch = torch.empty((min(block, num_rows), num_columns), dtype=momentum.dtype, device=momentum.device)
-    for gradients, momenta, target in zip(
-        torch.split(gradient, block), torch.split(momentum, block), torch.split(out, block), strict=True
-    ):
+    scratch = None
+    for gradients, momenta, target in _blocks(gradient, momentum, out):
+        if scratch is None:
+            scratch = torch.empty_like(momenta)
         part = scratch[: len(momenta)]
-        updated = next_momentum(gradients, momenta, settings.momentum, settings.momentum_rule, out=part)
+        updated = next_momentum(gradients, momenta, settings.momentum, settings.momentum_rule, out=momenta if commit else part)
         target.copy_(direction(gradients, updated, settings.momentum, settings.momentum_rule, settings.nesterov, out=part))
 
 
-def transform(directions: Tensor, settings: MuonSettings, *, deterministic: bool) -> Tensor | Sequence[Tensor]:
-    """Whole directions ``[matrices, rows, columns]`` to their updates of the same shapes. At the owner, not collective.
+def commit(gradient: Tensor, momentum: Tensor, settings: UpdateSettings) -> None:
+    """The momentum of this step, in place, where :func:`prepare` left it alone."""
+    for gradients, momenta in _blocks(gradient, momentum):
+        next_momentum(gradients, momenta, settings.momentum, settings.momentum_rule, out=momenta)
 
-    ``deterministic`` takes one matrix after the other, so that its bits do not depend on what else its owner has; else one
-    batched call does all of them.
+
+def transform(directions: Tensor, settings: MuonSettings, *, deterministic: bool, scratch: Scratch) -> None:
+    """Whole directions ``[matrices, rows, columns]`` to their updates, in place. At the owner, not collective.
+
+    ``deterministic`` takes one matrix after the other, so that its bits do not depend on what else its owner has; else as many
+    go through one batched call as working memory is good for.
     """
-    if deterministic:
-        return [_transformed(matrix, settings) for matrix in directions]
-    return _transformed(directions, settings)
+    num_rows, num_columns = directions.shape[1:]
+    short = min(num_rows, num_columns)
+    num_bytes = 2 * short * (num_rows + num_columns) * settings.recipe.dtype.itemsize
+    most = 1 if deterministic else max(1, _BATCH_BYTES.get(directions.device.type, 2**26) // num_bytes)
+    for batch in torch.split(directions, most):
+        _transform(batch if len(batch) > 1 else batch[0], settings, scratch)
 
 
-def _transformed(directions: Tensor, settings: MuonSettings) -> Tensor:
-    updates = orthogonalize(directions, settings.recipe)
+def _transform(directions: Tensor, settings: MuonSettings, scratch: Scratch) -> None:
+    original = directions if settings.stable_rank_floor is None else directions.clone()
+    orthogonalize_into(directions, directions, settings.recipe, scratch)
     if settings.stable_rank_floor is not None:
-        updates = guarded(updates, directions, settings.stable_rank_floor)
+        directions.copy_(guarded(directions, original, settings.stable_rank_floor))
     if settings.spectral_cap is not None:
-        updates = capped(updates, settings.spectral_cap)
-    return updates
+        directions.copy_(capped(directions, settings.spectral_cap))
 
 
 def apply(
     parameter: Tensor,
-    gradient: Tensor,
-    momentum: Tensor,
     update: Tensor,
     settings: UpdateSettings,
     *,
     num_rows: int,
     num_columns: int,
 ) -> None:
-    """Commit a rectangle of a shard: its parameter and momentum, in place, from its part of the update.
+    """Move a rectangle of a parameter by its part of the update, in place.
 
     Decay is decoupled and takes the group's own rate: ``W <- (1 - lr wd) W - lr scale(m, n) U``. Cautious decay leaves out the
     elements that the update already takes away from zero: it decays where ``U W >= 0`` (L. Chen et al., Cautious weight decay,
     arXiv 2510.12402).
 
     Args:
-        parameter, gradient, momentum, update: of one shape. Arithmetic is done in fp32 at least.
+        parameter, update: of one shape. Arithmetic is done in fp32 at least.
+        settings: of the matrix's group.
         num_rows, num_columns: the shape of the whole matrix, for the scale.
     """
     step_size = adjusted_lr(settings.lr, settings.scale, num_rows, num_columns)
+    kept = 1 - settings.lr * settings.weight_decay
     precise = torch.promote_types(parameter.dtype, torch.float32)
-    weights = parameter.to(precise)
-    if settings.weight_decay:
-        kept = 1 - settings.lr * settings.weight_decay
-        weights.mul_(torch.where(weights * update >= 0, kept, 1.0) if settings.cautious_decay else kept)
-    weights.add_(update, alpha=-step_size)
-    if weights is not parameter:
-        parameter.copy_(weights)
-    next_momentum(gradient, momentum, settings.momentum, settings.momentum_rule, out=momentum)
+    for part, of_update in _blocks(parameter, update):
+        weights = part.to(precise)
+        if settings.weight_decay:
+            weights.mul_(torch.where(weights * of_update >= 0, kept, 1.0) if settings.cautious_decay else kept)
+        weights.add_(of_update.to(precise), alpha=-step_size)
+        if weights is not part:
+            part.copy_(weights)
+
+
+def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors of one shape ``[rows, columns]``, cut alike into blocks of rows."""
+    num_rows, num_columns = tensors[0].shape
+    if tensors[0].device.type == "cpu":
+        num_rows = max(1, _BLOCK_ELEMENTS // max(1, num_columns))
+    return zip(*(torch.split(tensor, max(1, num_rows)) for tensor in tensors), strict=True)

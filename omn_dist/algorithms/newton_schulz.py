@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from omn_dist.algorithms.coefficients import QUINTIC, Coefficients, Schedule, make_schedule
-from omn_dist.algorithms.iteration import FormChoice, chosen_form, gram_form, standard_form
+from omn_dist.algorithms.iteration import ITERATES, FormChoice, chosen_form, copy_transposed, gram_form, standard_form
+from omn_dist.algorithms.scratch import Scratch
 from omn_dist.settings import SettingsError, unknown_name
 
 RecipeName = Literal["omn", "torch", "scaled"]
@@ -148,6 +149,7 @@ def group_recipe(group: Mapping[str, Any]) -> Recipe:
     return build_recipe(group["newton_schulz"], schedule, group["num_steps"], group["newton_schulz_dtype"], group["form"])
 
 
+@torch.no_grad()
 def orthogonalize(direction: Tensor, recipe: RecipeName | Recipe = "omn") -> Tensor:
     """Push all singular values of whole matrices towards one.
 
@@ -163,7 +165,7 @@ def orthogonalize(direction: Tensor, recipe: RecipeName | Recipe = "omn") -> Ten
 
     Returns:
         The shape of ``direction``, in its dtype; for ``torch`` in the dtype of the iteration. Zero gives zero. A batched call may
-        differ in the last bits from calls on its matrices.
+        differ in the last bits from calls on its matrices. Carries no gradient.
 
     Raises:
         ValueError: neither a matrix nor a batch, or an unknown recipe.
@@ -174,27 +176,39 @@ def orthogonalize(direction: Tensor, recipe: RecipeName | Recipe = "omn") -> Ten
         recipe = recipe_by_name(recipe)
     if direction.ndim not in (2, 3):
         raise ValueError(f"orthogonalize: found a tensor of shape {tuple(direction.shape)}, expected a matrix or a batch of them")
-    if direction.ndim == 3 and not len(direction):
-        return direction.to(direction.dtype if recipe.restore_dtype else recipe.dtype)
+    dtype = direction.dtype if recipe.restore_dtype else recipe.dtype
+    out = torch.empty(direction.shape, dtype=dtype, device=direction.device)
+    if direction.numel():
+        orthogonalize_into(out, direction, recipe, Scratch())
+    return out
+
+
+def orthogonalize_into(out: Tensor, direction: Tensor, recipe: Recipe, scratch: Scratch) -> None:
+    """:func:`orthogonalize` into ``out``, which may be ``direction`` itself, with working memory that is there already."""
     tall = direction.size(-2) > direction.size(-1)
-    iterate = _normalized(direction, recipe, tall)
-    if chosen_form(recipe.form, recipe.schedule, iterate.size(-2), iterate.size(-1)) == "gram":
-        iterate = gram_form(iterate, recipe.schedule)
+    iterate = scratch.take(ITERATES[1], direction.shape, recipe.dtype, direction.device)
+    _normalize_into(iterate, direction, recipe, tall)
+    if tall:
+        iterate = iterate.mT
+    if chosen_form(recipe.form, recipe.schedule, *iterate.shape[-2:]) == "gram":
+        result = gram_form(iterate, recipe.schedule)
     else:
-        iterate = standard_form(iterate, recipe.schedule)
+        # The last product can land where the result belongs, unless that has other strides or another dtype.
+        direct = not tall and out.dtype == recipe.dtype and out.is_contiguous()
+        result = standard_form(iterate, recipe.schedule, scratch, out if direct else None)
     if tall:
-        iterate = iterate.mT
-    return iterate.to(direction.dtype) if recipe.restore_dtype else iterate
+        copy_transposed(out, result)
+    elif result is not out:
+        out.copy_(result)
 
 
-def _normalized(direction: Tensor, recipe: Recipe, tall: bool) -> Tensor:
-    """The direction with its short side as rows and a Frobenius norm of at most one, in the dtype of the iteration; a copy."""
-    iterate = direction.to(recipe.input_dtype, copy=True).to(recipe.normalization_dtype)
-    if recipe.max_abs_floor is not None and iterate.numel():
-        largest = iterate.abs().amax(dim=(-2, -1), keepdim=True)
-        iterate.div_(largest.clamp(min=recipe.max_abs_floor) if recipe.max_abs_floor else torch.where(largest == 0, 1, largest))
-    if tall:
-        iterate = iterate.mT
-    norm = iterate.norm() if iterate.ndim == 2 else torch.linalg.vector_norm(iterate, dim=(-2, -1), keepdim=True)
-    iterate.div_(norm + recipe.norm_floor if recipe.norm_guard == "add" else norm.clamp(min=recipe.norm_floor))
-    return iterate.to(recipe.dtype)
+def _normalize_into(iterate: Tensor, direction: Tensor, recipe: Recipe, tall: bool) -> None:
+    """The direction with a Frobenius norm of at most one, in the dtype of the iteration."""
+    precise = direction.to(recipe.input_dtype).to(recipe.normalization_dtype)
+    if recipe.max_abs_floor is not None:
+        largest = torch.linalg.vector_norm(precise, ord=float("inf"), dim=(-2, -1), keepdim=True)
+        guard = largest.clamp(min=recipe.max_abs_floor) if recipe.max_abs_floor else torch.where(largest == 0, 1, largest)
+        precise = precise / guard
+    ordered = precise.mT if tall else precise
+    norm = ordered.norm() if ordered.ndim == 2 else torch.linalg.vector_norm(ordered, dim=(-2, -1), keepdim=True)
+    torch.div(precise, norm + recipe.norm_floor if recipe.norm_guard == "add" else norm.clamp(min=recipe.norm_floor), out=iterate)

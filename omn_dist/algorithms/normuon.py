@@ -67,8 +67,6 @@ def row_statistics(update: Tensor, row_moment: Tensor, settings: NorMuonSettings
 
 def apply(
     parameter: Tensor,
-    gradient: Tensor,
-    momentum: Tensor,
     row_moment: Tensor,
     update: Tensor,
     new_row_moment: Tensor,
@@ -79,10 +77,10 @@ def apply(
     num_columns: int,
     transposed: bool,
 ) -> None:
-    """Commit a rectangle of a shard: its parameter, momentum and row moment, in place.
+    """Move a rectangle of a parameter by its part of the update, and commit its row moment, in place.
 
     Args:
-        parameter, gradient, momentum, update: of one shape, as stored.
+        parameter, update: of one shape, as stored.
         row_moment, new_row_moment: ``[rows of the operator in the rectangle]``, fp32.
         factor: scalar f of the whole matrix.
         settings: of the matrix's group.
@@ -92,5 +90,5 @@ def apply(
     denominators = new_row_moment.sqrt().add_(settings.row_epsilon)
     normalized = update.float() / (denominators[None, :] if transposed else denominators[:, None])
     normalized.mul_(factor)
-    muon.apply(parameter, gradient, momentum, normalized, settings, num_rows=num_rows, num_columns=num_columns)
+    muon.apply(parameter, normalized, settings, num_rows=num_rows, num_columns=num_columns)
     row_moment.copy_(new_row_moment)

@@ -53,7 +53,7 @@ def orthogonalize_slice(direction: Tensor, recipe: Recipe, team: Team) -> Tensor
     # The last block may have fewer rows: rows of zeros, which stay zero, fill it up.
     padded = iterate.new_zeros(team.size * block_rows, short)
     for a, b, c in recipe.schedule.coefficients:
-        padded[:short] = iterate @ iterate.mT
+        torch.mm(iterate, iterate.mT, out=padded[:short])
         block = _sum(team.exchange(padded.view(team.size, block_rows, short)))
         gram = team.gather(block).view(-1, short)[:short]
         if recipe.schedule.is_cubic:

@@ -49,8 +49,16 @@ class MatrixWork(Protocol):
         """Whether this rank has a gradient for the parameter of the matrix."""
         ...
 
-    def prepare(self, places: Sequence[Place], directions: Sequence[Tensor], numbers: Sequence[Tensor]) -> None:
-        """Write the directions and row numbers of local rectangles; a missing gradient counts as zeros. Changes nothing else."""
+    def prepare(self, places: Sequence[Place], directions: Sequence[Tensor], numbers: Sequence[Tensor], *, commit: bool) -> None:
+        """Write the directions and row numbers of local rectangles; a missing gradient counts as zeros.
+
+        ``commit`` lets it bring the momentum of the rectangles up to date as well, where this rank has a gradient; else it
+        changes nothing.
+        """
+        ...
+
+    def commit(self, places: Sequence[Place]) -> None:
+        """Bring the momentum up to date of rectangles that were prepared without."""
         ...
 
     def transform(self, matrices: Sequence[int], stack: Tensor, numbers: Sequence[StackNumbers]) -> None:
@@ -230,7 +238,7 @@ class Pipeline:
             for matrix, flags in wave.gather_sent.flags.items():
                 for flag in flags:
                     flag.fill_(work.has_gradient(matrix))
-            work.prepare(wave.gather_sent.places, wave.gather_sent.tensors, wave.gather_sent.numbers)
+            work.prepare(wave.gather_sent.places, wave.gather_sent.tensors, wave.gather_sent.numbers, commit=True)
             return self._transport.gather(number, wave.gather_sent.buffer, wave.gather_received.buffer)
 
     def _unpack(self, number: int, work: MatrixWork) -> dict[int, Tensor]:
@@ -243,7 +251,7 @@ class Pipeline:
                     [_cut(wave.stacked.by_matrix[matrix], segment) for matrix, segment in received.places], received.tensors
                 )
             wave.numbers_in.run()
-            work.prepare(wave.own_places, wave.own_tensors, wave.own_numbers)
+            work.prepare(wave.own_places, wave.own_tensors, wave.own_numbers, commit=True)
             return {matrix: self._any_gradient(work, matrix, received.flags.get(matrix, [])) for matrix in wave.stacked.by_matrix}
 
     def _any_gradient(self, work: MatrixWork, matrix: int, flags: list[Tensor]) -> Tensor:

@@ -92,7 +92,7 @@ def wave_route(plan: Plan, rank: int, wave: tuple[int, ...]) -> WaveRoute:
     mine = by_owner[rank]
 
     def of_copy(indices: list[int], holder: int) -> list[int]:
-        return [index for index in indices if _shares_copy(plan, index, holder)]
+        return [index for index in indices if speaks(plan, index, holder)]
 
     # What I say of my shards to each owner, and what each rank says of its shards to me.
     gather = Passage(
@@ -107,7 +107,8 @@ def wave_route(plan: Plan, rank: int, wave: tuple[int, ...]) -> WaveRoute:
     return WaveRoute(groups, own, gather, scatter, num_stack_elements)
 
 
-def _shares_copy(plan: Plan, index: int, rank: int) -> bool:
+def speaks(plan: Plan, index: int, rank: int) -> bool:
+    """Whether the shards of ``rank`` are those that the owner of a matrix hears; equal copies elsewhere only get the update."""
     replica = plan.matrices[index].held.replica
     return bool(replica[rank] == replica[plan.owners[index]])
 

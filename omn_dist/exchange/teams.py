@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 from typing_extensions import override
 
 from omn_dist.algorithms.team_newton_schulz import Team
@@ -25,7 +26,8 @@ class GroupTeam(Team):
         sent = blocks.contiguous()
         received = torch.empty_like(sent)
         self._count(sent.nbytes // self.size)
-        dist.all_to_all_single(_as_bytes(received), _as_bytes(sent), group=self._group)
+        with record_function("omn_dist::team_exchange"):
+            dist.all_to_all_single(_as_bytes(received), _as_bytes(sent), group=self._group)
         return received
 
     @override
@@ -33,7 +35,8 @@ class GroupTeam(Team):
         sent = block.contiguous()
         received = sent.new_empty(self.size, *sent.shape)
         self._count(sent.nbytes)
-        all_gather_single(_as_bytes(received), _as_bytes(sent), group=self._group)
+        with record_function("omn_dist::team_gather"):
+            all_gather_single(_as_bytes(received), _as_bytes(sent), group=self._group)
         return received
 
     def _count(self, num_bytes: int) -> None:

@@ -19,10 +19,7 @@ from omn_dist.plan.strategies import Strategy, owners_by
 from omn_dist.plan.tally import StepTraffic, Tally
 from omn_dist.plan.traffic import Counts, Transport, bytes_sent, message_bytes
 from omn_dist.plan.views import View, matrices_of
-from omn_dist.plan.waves import assign_waves, lockstep_makespan
-
-DEFAULT_WAVE_BYTES = 64 * 2**20
-"""Byte budget of one slot, and of the stack: two large fp32 matrices of a 1.5B model."""
+from omn_dist.plan.waves import assign_waves, default_wave_bytes, lockstep_makespan
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,7 @@ class Plan:
     wire_itemsize: int
     """Bytes of one element in flight."""
     wave_bytes: int
-    """The budget that was asked for."""
+    """The budget of a slot and of the stack."""
     transport: Transport = "all_to_all"
 
     def __post_init__(self) -> None:
@@ -223,7 +220,7 @@ def plan_matrices(
     matrices: Sequence[Matrix],
     world_size: int,
     *,
-    wave_bytes: int = DEFAULT_WAVE_BYTES,
+    wave_bytes: int | None = None,
     wire_itemsize: int = 4,
     transport: Transport = "all_to_all",
     owners: Sequence[int] | None = None,
@@ -235,7 +232,7 @@ def plan_matrices(
     """
     if world_size < 1:
         raise ValueError(f"world_size: found {world_size}, expected at least 1")
-    if wave_bytes < 1:
+    if wave_bytes is not None and wave_bytes < 1:
         raise ValueError(f"wave_bytes: found {wave_bytes}, expected a positive number of bytes")
     if owners is not None and len(owners) != len(matrices):
         raise ValueError(f"owners: found {len(owners)} for {len(matrices)} matrices, expected one each")
@@ -248,6 +245,8 @@ def plan_matrices(
     for matrix in chosen:
         if matrix.layout.world_size != world_size:
             raise ValueError(f"matrix {matrix.name}: on {matrix.layout.world_size} ranks, expected {world_size} like its plan")
+    if wave_bytes is None:
+        wave_bytes = default_wave_bytes(chosen, world_size, wire_itemsize)
     flops = [matrix.flops for matrix in chosen]
     given = None if owners is None else [tuple(owners[index] for index in order)]
     proposals = given or owners_by(strategy, chosen, world_size, flops)
@@ -262,7 +261,7 @@ def plan_ownership(
     world_size: int,
     *,
     num_steps: int = QUINTIC.num_steps,
-    wave_bytes: int = DEFAULT_WAVE_BYTES,
+    wave_bytes: int | None = None,
     wire_itemsize: int = 4,
     transport: Transport = "all_to_all",
     strategy: Strategy = "flops",
@@ -276,7 +275,7 @@ def plan_ownership(
             on the meta device will do).
         world_size: number of ranks of the shard axis.
         num_steps: Newton-Schulz iterations, for the cost.
-        wave_bytes: byte budget of one slot and of the stack, per rank.
+        wave_bytes: byte budget of one slot and of the stack, per rank; ``None`` for :func:`default_wave_bytes`.
         wire_itemsize: bytes of one element in flight: 4 for fp32, 2 for bf16.
         transport: how waves move.
         strategy: how owners are chosen.

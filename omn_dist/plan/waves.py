@@ -1,6 +1,6 @@
 """Waves: which matrices are moved and worked on together, under a byte budget, with all ranks busy to the end of each."""
 
-import heapq
+import re
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -11,8 +11,20 @@ from omn_dist.plan.tally import Tally
 # Smaller budgets are taken literally, as far as whole matrices allow: who asks for them wants many waves, not a fast step.
 _LITERAL_BYTES = 2**20
 
+_LEAST_BYTES, _MOST_BYTES = 2**20, 2**26
+
 Waves = list[list[int]]
 """Indices into matrices."""
+
+
+def default_wave_bytes(matrices: Sequence[Matrix], world_size: int, wire_itemsize: int) -> int:
+    """The budget of a wave when none is given: two matrices of the largest kind for every rank, within 1 to 64 MiB.
+
+    It depends on the width of a model and not on its depth, and leaves a deep model many waves to overlap. Half of it would do to
+    move every matrix, but ranks of uneven speed then wait for each other more often (measured on two cores: 5 % of a step).
+    """
+    largest = Tally(matrices, [0] * len(matrices), world_size, wire_itemsize).largest_round
+    return min(max(2 * largest, _LEAST_BYTES), _MOST_BYTES)
 
 
 def lockstep_makespan(waves: Sequence[Sequence[int]], owners: Sequence[int], costs: Sequence[int], world_size: int) -> int:
@@ -42,6 +54,9 @@ def assign_waves(
     as few as the budget allows, and these and the rounds are spread over the waves. The sum over waves of the slowest rank is
     then that of the busiest rank: as if ranks never waited for each other.
 
+    Waves go through the layers from the first to the last, in the order of the numbers in names: what the next forward needs first
+    is ready first, and gradients of neighbours are there at about the same time.
+
     The number of waves is the smallest for which neither a slot (what goes out and comes in) nor the stack of whole matrices
     needs more than ``wave_bytes`` on any rank; where a single matrix needs more, a budget of at least
     1 MiB becomes 5/4 of what that takes.
@@ -60,23 +75,30 @@ def assign_waves(
         costs = [matrix.flops for matrix in matrices]
     tally = Tally(matrices, owners, world_size, wire_itemsize)
     queues: list[list[int]] = [[] for _ in range(world_size)]
-    for index in sorted(range(len(matrices)), key=lambda index: (-costs[index], matrices[index].name)):
+    keys = [_by_layer(matrix.name) for matrix in matrices]
+    for index in sorted(range(len(matrices)), key=lambda index: (-costs[index], keys[index])):
         queues[owners[index]].append(index)
     sizes = [matrix.num_elements for matrix in matrices]
     rounds, differences = _common_rounds(queues, tally.kinds.tolist())
     most = wave_budget(wave_bytes, tally)
     weights = _weights(differences, costs, sizes)
     sets = rounds + fewest(lambda count: _by_share(differences, weights, count), tally, most, differences)
+    sets.sort(key=lambda part: min(keys[index] for index in part))
     # The rank that holds most of a set decides how much room the set needs.
-    room = [max(np.bincount([owners[index] for index in part], [sizes[index] for index in part])) for part in sets]
+    room = [int(max(np.bincount([owners[index] for index in part], [sizes[index] for index in part]))) for part in sets]
     waves = fewest(lambda count: _spread(sets, room, count), tally, most, [list(range(len(sets)))])
     return tuple(tuple(sorted(wave, key=lambda index: matrices[index].name)) for wave in waves)
 
 
 def wave_budget(wave_bytes: int, tally: Tally) -> int:
-    """The bytes that a wave really may need: small budgets literally, others at least what the largest matrix needs."""
+    """The bytes that a wave may really need: small budgets literally, others at least what the largest matrix needs."""
     # A quarter more on top often saves the ranks a whole wait for each other.
     return wave_bytes if wave_bytes < _LITERAL_BYTES else max(wave_bytes, tally.largest_round * 5 // 4)
+
+
+def _by_layer(name: str) -> tuple[tuple[int, str], ...]:
+    """Names in the order of the numbers in them: layer 2 before layer 10."""
+    return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name))
 
 
 def _common_rounds(queues: Sequence[Sequence[int]], kinds: Sequence[int]) -> tuple[Waves, Waves]:
@@ -126,14 +148,14 @@ def fewest(cut: Callable[[int], Waves], tally: Tally, budget: int, queues: Seque
 
 
 def _spread(sets: Waves, room: Sequence[int], num_waves: int) -> Waves:
-    """Whole sets into waves: the one that needs most room first, each to the wave with least in it; fullest waves first."""
+    """Whole sets into waves of about equal room, neighbours together."""
     waves: Waves = [[] for _ in range(num_waves)]
-    heap = [(0, wave) for wave in range(num_waves)]
-    for part in sorted(range(len(sets)), key=lambda part: (-room[part], part)):
-        held, wave = heap[0]
-        waves[wave] += sets[part]
-        heapq.heapreplace(heap, (held + int(room[part]), wave))
-    return [waves[wave] for _, wave in sorted(heap, key=lambda entry: (-entry[0], entry[1])) if waves[wave]]
+    total, done = sum(room), 0
+    for part, needed in zip(sets, room, strict=True):
+        # The middle of a set's room decides its wave.
+        waves[min((2 * done + needed) * num_waves // max(2 * total, 1), num_waves - 1)] += part
+        done += needed
+    return [wave for wave in waves if wave]
 
 
 def _weights(queues: Sequence[Sequence[int]], costs: Sequence[int], sizes: Sequence[int]) -> dict[int, int]:

@@ -45,7 +45,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--teams", choices=("never", "auto"), help="teams of ranks on one matrix, where they pay (never, or what CONFIG says)"
     )
-    command.add_argument("--wave-mib", type=int, metavar="N", help="budget of a slot and of the stack (64)")
+    command.add_argument(
+        "--wave-mib", type=int, metavar="N", help="budget of a slot and of the stack (two of the largest matrices a rank, 1 to 64)"
+    )
     command.add_argument("--json", action="store_true", help="rows as JSON on stdout, instead of tables")
     command.add_argument("--csv", metavar="FILE", help="rows as CSV")
     command.add_argument("--plot", metavar="FOLDER", help="pictures as PNG files (needs matplotlib)")
@@ -75,11 +77,12 @@ def run(parsed: argparse.Namespace) -> int:
         tensor=_positive("--tensor", parsed.tensor),
         **options,
     )
+    budget = "two of the largest matrices a rank" if setting.wave_bytes is None else f"{setting.wave_bytes / 2**20:.0f} MiB"
     rows = study(models, _numbers(parsed.ranks), _strategies(parsed.strategy), setting)
     facts += [
         f"device {device.name}: {device.source}",
         f"{topology.ranks_per_node} ranks a node, {recipe.schedule.num_steps} Newton-Schulz steps, {setting.wire_itemsize} bytes "
-        f"an element in flight, {setting.wave_bytes / 2**20:.0f} MiB a wave; times are predictions",
+        f"an element in flight, waves of {budget}; times are predictions",
     ]
     if parsed.json:
         print(json.dumps([row.as_json() for row in rows], indent=1))

@@ -12,7 +12,7 @@ from omn_dist.algorithms.row_numbers import MatrixAlgorithm
 from omn_dist.plan.devices import Device, Topology
 from omn_dist.plan.layout import REPLICATE, SHARD_ROWS, Layout, Placement
 from omn_dist.plan.matrix import Matrix
-from omn_dist.plan.ownership import DEFAULT_WAVE_BYTES, Plan, plan_matrices
+from omn_dist.plan.ownership import Plan, plan_matrices
 from omn_dist.plan.simulation import Timeline, simulate
 from omn_dist.plan.strategies import Strategy
 from omn_dist.plan.teams import TeamChoice, choose_teams
@@ -38,8 +38,8 @@ class Setting:
     """Newton-Schulz: its steps and its form."""
     wire_itemsize: int = 4
     """Bytes of an element in flight."""
-    wave_bytes: int = DEFAULT_WAVE_BYTES
-    """Byte budget of one slot and of the stack."""
+    wave_bytes: int | None = None
+    """Byte budget of one slot and of the stack; ``None`` for that of an optimizer that is given none."""
     transport: Transport = "all_to_all"
     """How waves move."""
     replicas: int = 1

@@ -143,20 +143,19 @@ def _agreement() -> list[bytes]:
 @pytest.mark.parametrize("fault", ["no update", "half of the update", "momentum of the last step", "scale of the transpose"])
 def test_the_comparison_fails_when_the_code_is_wrong(monkeypatch: pytest.MonkeyPatch, preset: str, fault: str) -> None:
     from omn_dist.algorithms import muon
+    from omn_dist.algorithms.muon import UpdateSettings
 
-    apply, lr = muon.apply, muon.adjusted_lr
+    prepare, lr = muon.prepare, muon.adjusted_lr
 
-    def forget_momentum(parameter: Tensor, gradient: Tensor, momentum: Tensor, *rest: Any, **shape: Any) -> None:
-        before = momentum.clone()
-        apply(parameter, gradient, momentum, *rest, **shape)
-        momentum.copy_(before)
+    def forget_momentum(gradient: Tensor, momentum: Tensor, settings: UpdateSettings, out: Tensor, *, commit: bool) -> None:
+        prepare(gradient, momentum, settings, out, commit=False)
 
     if fault == "no update":
         monkeypatch.setattr(muon, "apply", lambda *rest, **shape: None)
     elif fault == "half of the update":
         monkeypatch.setattr(muon, "adjusted_lr", lambda *arguments: 0.5 * lr(*arguments))
     elif fault == "momentum of the last step":
-        monkeypatch.setattr(muon, "apply", forget_momentum)
+        monkeypatch.setattr(muon, "prepare", forget_momentum)
     else:
         monkeypatch.setattr(muon, "adjusted_lr", lambda rate, mode, rows, columns: lr(rate, mode, columns, rows))
     torch.set_num_threads(1)

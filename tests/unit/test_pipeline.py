@@ -41,7 +41,8 @@ class _Work:
     def has_gradient(self, matrix: int) -> bool:
         return True
 
-    def prepare(self, places: Sequence[Place], *rest: Any) -> None:
+    def prepare(self, places: Sequence[Place], *rest: Any, commit: bool) -> None:
+        assert commit
         self._events.append("prepare")
 
     def transform(self, matrices: Sequence[int], *rest: Any) -> None:
