@@ -150,7 +150,7 @@ class MatrixStep:
         assert isinstance(settings, MuonSettings), "of matrices on Muon"
         # The short side of the whole matrix as rows.
         short_first = direction.T if whole.cuts_rows else direction
-        short_first.copy_(orthogonalize_slice(short_first, settings.recipe, team))
+        short_first.copy_(orthogonalize_slice(short_first, settings.recipe, team, self._scratch))
 
     def _transform(self, transposed: bool, settings: UpdateSettings, stack: Tensor, numbers: Sequence[StackNumbers]) -> None:
         if isinstance(settings, VectorSettings):

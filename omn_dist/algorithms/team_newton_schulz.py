@@ -8,7 +8,7 @@ each slice. Each step of a member:
 3. the whole polynomial from all row blocks (``gather``); its slice of ``a X + P X``.
 
 So a member does 1/t of the work. Every entry of A and P is made by one member and sent to the others, so all have the same bits,
-and the result depends on nothing but the matrix and t. It rounds otherwise than one rank's does.
+and the result depends on nothing but the matrix and its cuts. It rounds otherwise than one rank's does.
 """
 
 from typing import Protocol
@@ -16,11 +16,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from omn_dist.algorithms.iteration import ITERATES
 from omn_dist.algorithms.newton_schulz import Recipe
+from omn_dist.algorithms.scratch import Scratch
 
 
 class Team(Protocol):
-    """What members say to each other. All members make the same calls in the same order."""
+    """What members say to each other. All members make the same calls in the same order.
+
+    What a call returns may be overwritten by the next call of the same method.
+    """
 
     size: int
     """Number of members t."""
@@ -34,34 +39,37 @@ class Team(Protocol):
         ...
 
 
-def orthogonalize_slice(direction: Tensor, recipe: Recipe, team: Team) -> Tensor:
+def orthogonalize_slice(direction: Tensor, recipe: Recipe, team: Team, scratch: Scratch) -> Tensor:
     """A member's slice of what :func:`~omn_dist.algorithms.newton_schulz.orthogonalize` makes of the whole matrix.
 
     Args:
         direction: ``[short side, width of the slice]``, any floating dtype and strides; not changed.
         recipe: in the standard form; the same for all members.
         team: the members, in the order of their slices.
+        scratch: working memory.
 
     Returns:
-        The shape of ``direction``, in its dtype or in that of the iteration, as the recipe says. Zero gives zero.
+        The shape of ``direction``, in the dtype of the iteration and in working memory. Zero gives zero.
 
     Collective in the team: an exchange of a few numbers, then three collectives a step (two where the schedule is cubic).
     """
     iterate = _normalized(direction, recipe, team)
-    short = len(iterate)
+    short, dtype, device = len(iterate), iterate.dtype, iterate.device
     block_rows = -(-short // team.size)
+    iterates = [scratch.take(name, iterate.shape, dtype, device) for name in ITERATES]
+    block = scratch.take("polynomial", (block_rows, short), dtype, device)
     # The last block may have fewer rows: rows of zeros, which stay zero, fill it up.
-    padded = iterate.new_zeros(team.size * block_rows, short)
-    for a, b, c in recipe.schedule.coefficients:
+    padded = scratch.take("gram", (team.size * block_rows, short), dtype, device)
+    padded[short:] = 0
+    for step, (a, b, c) in enumerate(recipe.schedule.coefficients):
         torch.mm(iterate, iterate.mT, out=padded[:short])
-        block = _sum(team.exchange(padded.view(team.size, block_rows, short)))
-        gram = team.gather(block).view(-1, short)[:short]
-        if recipe.schedule.is_cubic:
-            iterate = torch.addmm(iterate, gram, iterate, beta=a, alpha=b)
-            continue
-        block = torch.addmm(block, block, gram, beta=b, alpha=c)
-        iterate = torch.addmm(iterate, team.gather(block).view(-1, short)[:short], iterate, beta=a)
-    return iterate.to(direction.dtype) if recipe.restore_dtype else iterate
+        part = _sum(team.exchange(padded.view(team.size, block_rows, short)))
+        factor, alpha = team.gather(part).view(-1, short)[:short], b
+        if not recipe.schedule.is_cubic:
+            torch.addmm(part, part, factor, beta=b, alpha=c, out=block)
+            factor, alpha = team.gather(block).view(-1, short)[:short], 1
+        iterate = torch.addmm(iterate, factor, iterate, beta=a, alpha=alpha, out=iterates[step % 2])
+    return iterate
 
 
 def _normalized(direction: Tensor, recipe: Recipe, team: Team) -> Tensor:
@@ -81,8 +89,8 @@ def _normalized(direction: Tensor, recipe: Recipe, team: Team) -> Tensor:
 
 
 def _sum(parts: Tensor) -> Tensor:
-    """``[t, ...]`` to ``[...]``: added in fp32 from the first to the last, then rounded once."""
-    total = parts[0].to(torch.float32, copy=True)
-    for part in parts[1:]:
+    """``[t, ...]`` to ``[...]``, t > 1: added in fp32 from the first to the last, then rounded once."""
+    total = parts[0].float() + parts[1]
+    for part in parts[2:]:
         total += part
     return total.to(parts.dtype)

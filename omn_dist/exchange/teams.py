@@ -8,23 +8,28 @@ from torch import Tensor
 from torch.profiler import record_function
 from typing_extensions import override
 
+from omn_dist.algorithms.scratch import Scratch
 from omn_dist.algorithms.team_newton_schulz import Team
 from omn_dist.exchange.transport import Traffic, all_gather_single
 from omn_dist.plan.ownership import Plan
 
 
 class GroupTeam(Team):
-    """A team whose members are the ranks of a process group, in its order. Every call is collective over them."""
+    """A team whose members are the ranks of a process group, in its order. Every call is collective over them.
 
-    def __init__(self, group: dist.ProcessGroup, traffic: Traffic) -> None:
+    Receives into ``scratch``, which all teams of a pipeline share.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, scratch: Scratch) -> None:
         self.size = dist.get_world_size(group)
         self._group = group
         self._traffic = traffic
+        self._scratch = scratch
 
     @override
     def exchange(self, blocks: Tensor) -> Tensor:
         sent = blocks.contiguous()
-        received = torch.empty_like(sent)
+        received = self._scratch.take("exchange", sent.shape, sent.dtype, sent.device)
         self._count(sent.nbytes // self.size)
         with record_function("omn_dist::team_exchange"):
             dist.all_to_all_single(_as_bytes(received), _as_bytes(sent), group=self._group)
@@ -33,7 +38,7 @@ class GroupTeam(Team):
     @override
     def gather(self, block: Tensor) -> Tensor:
         sent = block.contiguous()
-        received = sent.new_empty(self.size, *sent.shape)
+        received = self._scratch.take("gather", (self.size, *sent.shape), sent.dtype, sent.device)
         self._count(sent.nbytes)
         with record_function("omn_dist::team_gather"):
             all_gather_single(_as_bytes(received), _as_bytes(sent), group=self._group)
@@ -52,8 +57,9 @@ def make_teams(
     Every rank works for its teams in the order of waves, and in a wave in the plan's order, so no two wait for each other in a
     circle, however teams overlap.
     """
+    scratch = Scratch()
     return {
-        index: GroupTeam(groups[plan.teams[matrix.slice.whole]], traffic)
+        index: GroupTeam(groups[plan.teams[matrix.slice.whole]], traffic, scratch)
         for index, (matrix, owner) in enumerate(zip(plan.matrices, plan.owners, strict=True))
         if matrix.slice is not None and owner == rank
     }

@@ -9,6 +9,7 @@ from local_team import run_team
 from torch import Tensor
 
 from omn_dist.algorithms.newton_schulz import RECIPES, Recipe, build_recipe, orthogonalize
+from omn_dist.algorithms.scratch import Scratch
 from omn_dist.algorithms.team_newton_schulz import Team, orthogonalize_slice
 from omn_dist.plan.cost import slice_bytes, slice_collectives
 
@@ -40,8 +41,9 @@ def _cut(whole: Tensor, size: int) -> list[Tensor]:
 
 
 def _together(slices: Sequence[Tensor], recipe: Recipe) -> tuple[Tensor, int]:
-    results, num_calls = run_team(lambda part, team: orthogonalize_slice(part, recipe, team), slices)
-    return torch.cat(results, dim=1), num_calls
+    results, num_calls = run_team(lambda part, team: orthogonalize_slice(part, recipe, team, Scratch()), slices)
+    whole = torch.cat(results, dim=1)
+    return whole.to(slices[0].dtype) if recipe.restore_dtype else whole, num_calls
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
@@ -115,7 +117,9 @@ def test_bytes_are_those_that_members_hand_over() -> None:
 
     for recipe, form in ((RECIPES["torch"], "standard"), (RECIPE_AND_TOLERANCE["cubic"][0], "cubic")):
         sent.clear()
-        run_team(lambda part, team, recipe=recipe: orthogonalize_slice(part, recipe, _Counted(team)), _cut(_whole((7, 20)), 3))
+        run_team(
+            lambda part, team, recipe=recipe: orthogonalize_slice(part, recipe, _Counted(team), Scratch()), _cut(_whole((7, 20)), 3)
+        )
         steps = recipe.schedule.num_steps
         # Whether there is a gradient is asked beside it: one fp32 number for each of two others.
         assert sum(sent) == 3 * (slice_bytes(7, steps, 3, form, recipe.dtype.itemsize) - 2 * 4)  # type: ignore[arg-type]
@@ -140,6 +144,6 @@ def test_the_comparison_fails_when_a_team_is_wrong(fault: str) -> None:
             return found.flip(0) if fault == "blocks in another order" else found
 
     whole, recipe = _whole((24, 130)), RECIPES["omn"]
-    results, _ = run_team(lambda part, team: orthogonalize_slice(part, recipe, _Faulty(team)), _cut(whole, 3))
+    results, _ = run_team(lambda part, team: orthogonalize_slice(part, recipe, _Faulty(team), Scratch()), _cut(whole, 3))
     # Or it is not a number.
     assert not _distance(torch.cat(results, dim=1), orthogonalize(whole, recipe)) <= 1e-2
