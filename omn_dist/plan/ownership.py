@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from omn_dist.algorithms.coefficients import QUINTIC
+from omn_dist.algorithms.guards import guards_of
 from omn_dist.algorithms.newton_schulz import Recipe, build_recipe
 from omn_dist.plan.bounds import Bound, makespan_bound
 from omn_dist.plan.layout import SHARD_ROWS, Layout
@@ -287,19 +288,19 @@ def plan_ownership(
 
     Not collective.
     """
-    members: list[tuple[str, Sequence[int], View | None]] = []
+    members: list[tuple[str, Sequence[int], View | None, list[str]]] = []
     if isinstance(shapes, Mapping):
-        members.extend((name, shape, None) for name, shape in shapes.items())
+        members.extend((name, shape, None, []) for name, shape in shapes.items())
     else:
         for group in shapes:
             if group["algorithm"] != "adamw":
-                view = View.from_group(group)
-                members.extend((name, p.shape, view) for name, p in zip(group["param_names"], group["params"], strict=True))
-    layouts = {tuple(shape): Layout(tuple(shape), (world_size,), (SHARD_ROWS,)) for _, shape, _ in members}
+                own = View.from_group(group), guards_of(group)
+                members.extend((name, p.shape, *own) for name, p in zip(group["param_names"], group["params"], strict=True))
+    layouts = {tuple(shape): Layout(tuple(shape), (world_size,), (SHARD_ROWS,)) for _, shape, _, _ in members}
     recipe = build_recipe("omn", "quintic", num_steps) if recipe is None else recipe
     matrices = [
-        matrix.worked_by(algorithm, recipe)
-        for name, shape, view in members
+        matrix.worked_by(algorithm, recipe, guards)
+        for name, shape, view, guards in members
         for matrix in matrices_of(name, view, layouts[tuple(shape)], num_steps)
     ]
     return plan_matrices(

@@ -60,6 +60,9 @@ class TeamChoice:
 
     def __str__(self) -> str:
         """One line: what was compared, and what was chosen."""
+        one_owner = sorted({matrix.whole_only for matrix in self.whole.matrices})
+        if one_owner and all(one_owner):
+            return f"no team of ranks can work on a matrix here: {', '.join(one_owner)} needs one owner"
         if self.teamed is self.whole:
             return f"teams of ranks do not pay on {self.device.name}: with their collectives none lowers the busiest rank's seconds"
         return (

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from omn_dist._state_bytes import format_state_bytes
+from omn_dist.algorithms.guards import guards_of
 from omn_dist.algorithms.newton_schulz import group_recipe
 from omn_dist.plan.devices import DEVICES, Device, device_by_name
 from omn_dist.plan.layout import SHARD_ROWS, Layout
@@ -72,6 +73,7 @@ def run(parsed: argparse.Namespace) -> int:
         topology=topology,
         algorithm=preset.algorithm,
         recipe=recipe,
+        guards=tuple(guards_of(dataclasses.asdict(preset))),
         wire_itemsize={"float32": 4, "bfloat16": 2}.get(preset.wire, recipe.input_dtype.itemsize),
         replicas=_positive("--replicas", parsed.replicas),
         tensor=_positive("--tensor", parsed.tensor),

@@ -36,6 +36,8 @@ class Setting:
     """What runs on the matrices: what rides on its messages counts."""
     recipe: Recipe = RECIPES["omn"]
     """Newton-Schulz: its steps and its form."""
+    guards: tuple[str, ...] = ()
+    """What guards updates: a matrix with a guard keeps one owner."""
     wire_itemsize: int = 4
     """Bytes of an element in flight."""
     wave_bytes: int | None = None
@@ -121,7 +123,7 @@ def _row(model: ModelShapes, world_size: int, strategy: Strategy, setting: Setti
         if key not in layouts:
             layouts[key] = _layout(*key, world_size, setting)
         whole = Matrix.whole(name, layouts[key], setting.recipe.schedule.num_steps)
-        matrices.append(whole.worked_by(setting.algorithm, setting.recipe))
+        matrices.append(whole.worked_by(setting.algorithm, setting.recipe, setting.guards))
     plan = plan_matrices(
         matrices,
         world_size,

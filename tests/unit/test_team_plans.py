@@ -242,7 +242,9 @@ def test_what_needs_one_owner_keeps_it() -> None:
         ("muon", RECIPES["omn"], ("spectral_cap",)),
     ):
         matrix = Matrix.whole("a", layout, 5).worked_by(algorithm, recipe, guards)
-        assert choose_teams(plan_matrices([matrix], 4), fast).plan.owners == (0,)
+        choice = choose_teams(plan_matrices([matrix], 4), fast)
+        assert choice.plan.owners == (0,)
+        assert f"{matrix.whole_only} needs one owner" in str(choice)
     # A matrix that lies whole on one rank stays there.
     whole_there = Matrix.whole("a", Layout((64, 256), (4,), (Placement("shard", 0),)), 5)
     assert choose_teams(plan_matrices([whole_there], 4), fast).plan.teams
