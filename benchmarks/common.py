@@ -12,11 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-MATRICES: dict[str, tuple[int, int]] = {
-    f"layers.{layer}.{name}": shape
-    for layer in range(8)
-    for name, shape in {
+
+def layers(count: int) -> dict[str, tuple[int, int]]:
+    """The matrices of ``count`` layers of hidden 512, by name."""
+    shapes = {
         "q": (512, 512),
         "k": (512, 512),
         "v": (512, 512),
@@ -24,9 +27,12 @@ MATRICES: dict[str, tuple[int, int]] = {
         "gate": (1368, 512),
         "up": (1368, 512),
         "down": (512, 1368),
-    }.items()
-}
-"""Hidden 512, 8 layers: 25.2 million matrix parameters, 334 GFLOP of five standard steps."""
+    }
+    return {f"layers.{layer}.{name}": shape for layer in range(count) for name, shape in shapes.items()}
+
+
+MATRICES = layers(8)
+"""25.2 million matrix parameters, 334 GFLOP of five standard steps."""
 
 
 def environment() -> dict[str, Any]:
@@ -64,6 +70,17 @@ def _rank(rank: int, num_ranks: int, folder: str, function: Callable[..., Any], 
     dist.destroy_process_group()
 
 
+def mebibytes(text: str) -> int:
+    """The bytes of a number of MiB on the command line."""
+    return int(float(text) * 2**20)
+
+
+def sharded(shape: tuple[int, int], mesh: DeviceMesh) -> nn.Parameter:
+    """A parameter of random numbers, its rows over the ranks of ``mesh``."""
+    full = torch.randn(shape, generator=torch.Generator().manual_seed(shape[0])).mul_(0.02)
+    return nn.Parameter(distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None))
+
+
 def slowest(seconds: float) -> float:
     """The largest value of all ranks. Collective."""
     value = torch.tensor(seconds, dtype=torch.float64)
@@ -71,11 +88,17 @@ def slowest(seconds: float) -> float:
     return float(value)
 
 
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Lower quartile, median, upper quartile."""
+    ordered = sorted(values)
+    low, high = (ordered[int(fraction * (len(ordered) - 1))] for fraction in (0.25, 0.75))
+    return low, statistics.median(ordered), high
+
+
 def summary(seconds: Sequence[float]) -> dict[str, float]:
     """Median and quartiles in milliseconds."""
-    ordered = sorted(seconds)
-    low, high = (ordered[int(fraction * (len(ordered) - 1))] for fraction in (0.25, 0.75))
-    return {"median_ms": 1e3 * statistics.median(ordered), "low_ms": 1e3 * low, "high_ms": 1e3 * high}
+    low, median, high = quartiles(seconds)
+    return {"median_ms": 1e3 * median, "low_ms": 1e3 * low, "high_ms": 1e3 * high}
 
 
 def show(rows: Sequence[dict[str, Any]], as_json: bool) -> None:

@@ -117,7 +117,8 @@ class MatrixStep:
         for place, target, rows in zip(places, directions, numbers, strict=True):
             shard, segment = self._shards[place.matrix], place.segment
             commits = commit and self._commits_early(place)
-            muon.prepare(_gradient(shard, segment), _local(shard.momentum, segment), shard.settings, target, commit=commits)
+            gradient, momentum = _gradient(shard, segment), _local(shard.momentum, segment)
+            muon.prepare(gradient, momentum, shard.settings, target, commit=commits, scratch=self._scratch)
             if shard.row_moment is not None:
                 rows[0].copy_(shard.row_moment.rows(segment))
 

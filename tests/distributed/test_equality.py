@@ -143,12 +143,12 @@ def _agreement() -> list[bytes]:
 @pytest.mark.parametrize("fault", ["no update", "half of the update", "momentum of the last step", "scale of the transpose"])
 def test_the_comparison_fails_when_the_code_is_wrong(monkeypatch: pytest.MonkeyPatch, preset: str, fault: str) -> None:
     from omn_dist.algorithms import muon
-    from omn_dist.algorithms.muon import UpdateSettings
+    from omn_dist.algorithms.scratch import Scratch
 
     prepare, lr = muon.prepare, muon.adjusted_lr
 
-    def forget_momentum(gradient: Tensor, momentum: Tensor, settings: UpdateSettings, out: Tensor, *, commit: bool) -> None:
-        prepare(gradient, momentum, settings, out, commit=False)
+    def forget_momentum(*tensors: Any, commit: bool, scratch: Scratch) -> None:
+        prepare(*tensors, commit=False, scratch=scratch)
 
     if fault == "no update":
         monkeypatch.setattr(muon, "apply", lambda *rest, **shape: None)

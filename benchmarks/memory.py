@@ -1,0 +1,94 @@
+"""Temporary memory of an optimizer step on each rank, as the kernel counts it, next to what the plan promises.
+
+Every row is a fresh group of gloo ranks. A step of an optimizer of one layer loads the code that is loaded at first use. Then, with
+parameters and gradients in place and free heap returned, an optimizer is built and makes two steps; in the second
+
+- *measured* is the largest resident set (``VmHWM``, reset through ``/proc/self/clear_refs``), less the resident set before the
+  optimizer was built, less the bytes of its state. So it is slots, stack and whatever else the optimizer, torch and gloo take:
+  scratch of the products, objects of the plan;
+- *in a step* is the largest resident set less that before the step: what comes and goes;
+- *slots* is ``Pipeline.temporary_bytes``, *plan* is ``Plan.temporary_bytes``.
+
+Megabytes (10^6) of the rank that needs most. The kernel's counts are good to about 0.3.
+
+    python benchmarks/memory.py [--layers 4,8,16,64] [--ranks 2,4] [--wave-mib 4] [--preset torch] [--json]
+"""
+
+import argparse
+import ctypes
+import gc
+import re
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from common import layers, mebibytes, on_ranks, sharded, show, slowest
+from torch.distributed.device_mesh import init_device_mesh
+
+from omn_dist import DualOptimizer
+
+
+def measure(num_layers: int, preset: str, wave_bytes: int | None) -> dict[str, Any]:
+    """A row of the table. Collective."""
+    DualOptimizer(_groups(1), preset=preset, wave_bytes=wave_bytes).step()
+    groups = _groups(num_layers)
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    start = _kernel_bytes("VmRSS")
+    optimizer = DualOptimizer(groups, preset=preset, wave_bytes=wave_bytes)
+    optimizer.step()
+    before = _kernel_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    optimizer.step()
+    peak = _kernel_bytes("VmHWM")
+    state = sum(tensor.to_local().nbytes for values in optimizer.state.values() for tensor in values.values())
+    assert optimizer._domains is not None
+    (domain,) = optimizer._domains
+    found = {
+        "measured_mb": peak - start - state,
+        "in_a_step_mb": peak - before,
+        "slots_mb": domain.pipeline.temporary_bytes,
+        "plan_mb": domain.plan.temporary_bytes,
+    }
+    return {
+        "name": f"{num_layers} layers, {dist.get_world_size()} ranks",
+        "waves": len(domain.plan.waves),
+        **{name: slowest(num_bytes) / 1e6 for name, num_bytes in found.items()},
+    }
+
+
+def _groups(num_layers: int) -> list[dict[str, Any]]:
+    """Parameters that have a gradient."""
+    matrices, mesh = layers(num_layers), init_device_mesh("cpu", (dist.get_world_size(),))
+    parameters = [sharded(shape, mesh) for shape in matrices.values()]
+    for parameter in parameters:
+        parameter.grad = parameter.detach().clone()
+    return [{"params": parameters, "param_names": list(matrices), "algorithm": "muon"}]
+
+
+def _kernel_bytes(name: str) -> int:
+    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=_numbers, default=[4, 8, 16, 64])
+    parser.add_argument("--ranks", type=_numbers, default=[2, 4])
+    parser.add_argument("--preset", choices=("omn", "torch"), default="torch")
+    parser.add_argument("--wave-mib", type=mebibytes, help="byte budget of a wave (the optimizer's choice)")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    options = (arguments.preset, arguments.wave_mib)
+    rows = [on_ranks(ranks, measure, count, *options) for ranks in arguments.ranks for count in arguments.layers]
+    show(rows, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Time and error of Newton-Schulz: forms x dtypes x shapes x one matrix after the other or all in one batched call.
+
+Gaussian matrices, one thread on a CPU. All ways of one shape are interleaved; a row is the time of one matrix, and *of standard* is
+that over the standard form in the same dtype, one by one, in the same round. Errors are relative to the schedule's polynomial of
+the singular values in fp64. The optimizer refuses the Gram form in bfloat16, for errors that gaussian matrices do not show
+(docs/algorithms.md).
+
+    python benchmarks/newton_schulz.py --shapes 256x256,256x512 [--schedule quintic] [--batch 4] [--device cuda] [--json]
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from common import quartiles, show, summary
+from torch import Tensor
+
+from omn_dist.algorithms.coefficients import SCHEDULES, Schedule
+from omn_dist.algorithms.iteration import gram_flops, gram_form, standard_flops, standard_form
+
+FORMS = {"standard": (standard_form, standard_flops), "gram": (gram_form, gram_flops)}
+DTYPES = (torch.float32, torch.bfloat16)
+Way = tuple[str, torch.dtype, bool]
+"""Form, dtype, and whether all matrices go in one call."""
+
+
+def measure(short: int, long: int, schedule: Schedule, batch: int, device: str, num_rounds: int) -> list[dict[str, Any]]:
+    """The rows of one shape."""
+    stack = torch.randn(batch, short, long, generator=torch.Generator().manual_seed(0))
+    stack = (stack / torch.linalg.vector_norm(stack, dim=(1, 2), keepdim=True)).to(device)
+    left, values, right = torch.linalg.svd(stack.double().cpu(), full_matrices=False)
+    exact = (left * torch.from_numpy(schedule.mapped(values.numpy())).unsqueeze(1)) @ right
+    ways: dict[Way, Callable[[], Any]] = {}
+    for form, (function, _) in FORMS.items():
+        for dtype in DTYPES:
+            given = stack.to(dtype)
+            ways[form, dtype, False] = partial(_one_by_one, function, given, schedule)
+            ways[form, dtype, True] = partial(function, given, schedule)
+    errors = {way: float((torch.stack(list(call())).double().cpu() - exact).norm() / exact.norm()) for way, call in ways.items()}
+    times: dict[Way, list[float]] = {way: [] for way in ways}
+    for _ in range(num_rounds):
+        for way, call in ways.items():
+            times[way].append(_seconds(call, device) / batch)
+    rows = []
+    for (form, dtype, batched), seconds in times.items():
+        standard = times["standard", dtype, False]
+        low, middle, high = quartiles([of_way / base for of_way, base in zip(seconds, standard, strict=True)])
+        rows.append(
+            {
+                "name": f"{form}, {str(dtype).removeprefix('torch.')}, {'batched' if batched else 'one by one'}",
+                "shape": f"{short}x{long}",
+                **summary(seconds),
+                "of_standard": middle,
+                "of_standard_low": low,
+                "of_standard_high": high,
+                "flops": FORMS[form][1](short, long, schedule.num_steps) / standard_flops(short, long, schedule.num_steps),
+                "error": f"{errors[form, dtype, batched]:.1e}",
+            }
+        )
+    return rows
+
+
+def _one_by_one(form: Callable[[Tensor, Schedule], Tensor], stack: Tensor, schedule: Schedule) -> list[Tensor]:
+    return [form(matrix, schedule) for matrix in stack]
+
+
+def _seconds(call: Callable[[], object], device: str) -> float:
+    """Of one call; on a CPU those of the process, which other processes on the machine disturb less."""
+    clock = time.perf_counter if device == "cuda" else time.process_time
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = clock()
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return clock() - start
+
+
+def _shapes(text: str) -> list[tuple[int, int]]:
+    """``256x512,512x512``: short sides first."""
+    return [(int(short), int(long)) for short, long in (shape.split("x") for shape in text.split(","))]
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", type=_shapes, default=_shapes("256x256,256x320,256x384,256x512,256x768,256x1024,256x2048"))
+    parser.add_argument("--schedule", choices=list(SCHEDULES), default="quintic")
+    parser.add_argument("--batch", type=int, default=4, help="matrices of one shape")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    options = (SCHEDULES[arguments.schedule], arguments.batch, arguments.device, arguments.rounds)
+    show([row for shape in arguments.shapes for row in measure(*shape, *options)], arguments.json)
+
+
+if __name__ == "__main__":
+    main()
