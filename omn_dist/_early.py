@@ -13,6 +13,12 @@ from omn_dist._domains import Domain
 from omn_dist._step import MatrixStep, checked_gradient
 from omn_dist.plan.placement import local_tensor
 
+_SAMPLES = 64
+_CHANGED = (
+    "found another gradient than the one that left for its owner during backward, expected it unchanged until step; do not clip, "
+    "unscale or accumulate gradients of matrices after overlap_backward, and enter it for every backward that a step may follow"
+)
+
 
 class EarlyDirections:
     """What leaves early of one domain in one backward: a wave goes as soon as the gradients that this rank sends of it are there.
@@ -22,8 +28,9 @@ class EarlyDirections:
 
     def __init__(self, domain: Domain, state: Mapping[Tensor, Mapping[str, Any]], *, deterministic: bool) -> None:
         self._domain = domain
-        self._gradients: dict[Tensor, Tensor | None] = {}
-        self._sent: dict[str, tuple[int, int]] = {}
+        self._gradients: dict[Tensor, Tensor] = {}
+        self._sent: dict[str, tuple[int, int, int]] = {}
+        self._samples: dict[str, Tensor] = {}
         self._step = MatrixStep(domain, state, self._gradients, deterministic=deterministic)
         self._missing: list[set[str]] = [
             {domain.plan.matrices[place.matrix].parameter_name for place in domain.pipeline.places_sent(number)}
@@ -40,22 +47,31 @@ class EarlyDirections:
                 stack.callback(handle.remove)
             yield
 
+    @torch.no_grad()
     def check(self) -> None:
-        """Raise ``RuntimeError`` when a gradient that was sent is another one by now."""
+        """Raise ``RuntimeError`` when a gradient that was sent is another one by now.
+
+        Tensors and their versions are compared, and a few elements of each, since not every operation on a DTensor counts as a
+        new version. On CUDA the elements are compared on the device, and a difference is a device-side assertion.
+        """
         for name, sent in self._sent.items():
             parameter, _ = self._domain.members[name]
             if parameter.grad is None or _identity(parameter.grad) != sent:
-                raise RuntimeError(
-                    f"parameter {name}: found another gradient than the one that left for its owner during backward, expected it "
-                    "unchanged until step; do not clip, unscale or accumulate gradients of matrices after overlap_backward, and "
-                    "enter it anew for every backward that a step may follow"
-                )
+                raise RuntimeError(f"parameter {name}: {_CHANGED}")
+        if self._samples:
+            names = list(self._samples)
+            then = torch.cat([self._samples[name] for name in names])
+            now = torch.cat([_sample(self._gradients[self._domain.members[name][0]]) for name in names])
+            torch._assert_async(((now == then) | now.isnan()).all(), f"one of {len(names)} parameters: {_CHANGED}")
 
     @torch.no_grad()
     def _arrived(self, name: str, parameter: Tensor) -> None:
-        self._gradients[parameter] = checked_gradient(name, parameter)
-        assert parameter.grad is not None, "the hook runs after a gradient was accumulated"
-        self._sent.setdefault(name, _identity(parameter.grad))
+        gradient = checked_gradient(name, parameter)
+        assert gradient is not None, "the hook runs after a gradient was accumulated"
+        self._gradients[parameter] = gradient
+        if name not in self._sent:
+            self._sent[name] = _identity(parameter.grad)  # type: ignore[arg-type]
+            self._samples[name] = _sample(self._gradients[parameter]).clone()
         for missing in self._missing:
             missing.discard(name)
         while self._missing and not self._missing[-1]:
@@ -68,6 +84,12 @@ def can_leave_early(domain: Domain) -> bool:
     return domain.plan.world_size > 1 and all(isinstance(parameter, DTensor) for parameter, _ in domain.members.values())
 
 
-def _identity(gradient: Tensor) -> tuple[int, int]:
+def _identity(gradient: Tensor) -> tuple[int, int, int]:
+    """Differs when the gradient is another tensor or was changed in place, as a DTensor or through its local part."""
     local = local_tensor(gradient)
-    return local.data_ptr(), local._version
+    return local.data_ptr(), local._version, gradient._version
+
+
+def _sample(gradient: Tensor) -> Tensor:
+    """A few elements from all over a local gradient."""
+    return gradient.flatten()[:: max(1, gradient.numel() // _SAMPLES)]

@@ -13,15 +13,18 @@ from omn_dist._domains import Domain, Member
 from omn_dist._row_moment import RowMoment
 from omn_dist.algorithms import muon, normuon, vector
 from omn_dist.algorithms.adamw import adamw_update
+from omn_dist.algorithms.guards import guards_of
 from omn_dist.algorithms.muon import MuonSettings, UpdateSettings
 from omn_dist.algorithms.newton_schulz import group_recipe
 from omn_dist.algorithms.normuon import NorMuonSettings
+from omn_dist.algorithms.team_newton_schulz import Team, orthogonalize_slice
 from omn_dist.algorithms.vector import VectorSettings, vector_segments
 from omn_dist.exchange.numbers import Returned, StackNumbers
 from omn_dist.exchange.pipeline import Place
 from omn_dist.exchange.route import speaks
+from omn_dist.plan.cost import cost_form
 from omn_dist.plan.layout import Segment
-from omn_dist.plan.matrix import Matrix
+from omn_dist.plan.matrix import Matrix, whole_only
 from omn_dist.plan.placement import as_matrix, local_tensor
 
 Gradients = Mapping[Tensor, Tensor | None]
@@ -86,6 +89,9 @@ class MatrixStep:
         self._settings: dict[int, UpdateSettings] = {}
         self._by_parameter: dict[str, _Shard] = {}
         self._by_matrix: dict[int, _Shard] = {}
+        for matrix in domain.plan.matrices:
+            if matrix.slice is not None:
+                _check_team(matrix, domain.members[matrix.parameter_name][1])
         self._presences: list[Tensor] = []
 
     def _shard(self, matrix: int) -> _Shard:
@@ -152,6 +158,14 @@ class MatrixStep:
                 self._transform(transposed, settings[start], stack[start:stop], numbers[start:stop])
                 start = stop
 
+    def transform_slice(self, matrix: int, direction: Tensor, team: Team) -> None:
+        whole, settings = self._plan.matrices[matrix].slice, self._shard(matrix).settings
+        assert whole is not None, "teams work on slices"
+        assert isinstance(settings, MuonSettings), "of matrices on Muon"
+        # The short side of the whole matrix as rows.
+        short_first = direction.T if whole.cuts_rows else direction
+        short_first.copy_(orthogonalize_slice(short_first, settings.recipe, team, self._scratch))
+
     def _transform(self, transposed: bool, settings: UpdateSettings, stack: Tensor, numbers: Sequence[StackNumbers]) -> None:
         if isinstance(settings, VectorSettings):
             stack.copy_(vector.transform(stack, settings))
@@ -194,7 +208,7 @@ class MatrixStep:
         shard, whole = self._shard(place.matrix), self._plan.matrices[place.matrix]
         if not self._commits_early(place):
             self._commit(place)
-        shape = {"num_rows": whole.num_rows, "num_columns": whole.num_columns}
+        shape = dict(zip(("num_rows", "num_columns"), whole.operator_shape, strict=True))
         if isinstance(shard.settings, NorMuonSettings):
             parameter, _, row_moment = changed
             normuon.apply(
@@ -269,6 +283,17 @@ def _settings(group: Mapping[str, Any]) -> UpdateSettings:
     if group["algorithm"] == "normuon":
         return NorMuonSettings(**common, **fields("row_beta", "row_epsilon", "rescale"))
     return MuonSettings(**common)
+
+
+def _check_team(matrix: Matrix, group: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` when a group was changed, after its plan was made, to what the team of a slice cannot do."""
+    form = cost_form(group_recipe(group), *matrix.operator_shape)
+    if found := whole_only(group["algorithm"], form, guards_of(group)):
+        name = matrix.slice.whole if matrix.slice is not None else matrix.name
+        raise ValueError(
+            f"matrix {name}: found {found} in its group, set after a team was formed for it; expected it at construction, "
+            "or the matrix out of teams"
+        )
 
 
 def _of_matrix(shard: _Shard, members: Mapping[str, Member], matrix: Matrix) -> _Shard:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from omn_dist._domains import Domain, SharedGroups, build_domains
+from omn_dist._domains import Domain, SharedGroups, Teams, build_domains
 from omn_dist._early import EarlyDirections, can_leave_early
 from omn_dist._grouping import MATRIX_GROUP_FIELDS, check_saved_groups, complete_view
 from omn_dist._row_moment import STATE_KEY as ROW_MOMENT
@@ -73,6 +73,11 @@ class DualOptimizer(torch.optim.Optimizer):
         copies: ranks with equal copies of a DTensor (HSDP) ``"share"`` its matrices, each update crossing to the other copies
             once, or ``"repeat"`` the work in every copy with no traffic between them. ``"auto"`` takes what the simulated step
             of both plans says for a device like this one.
+        teams: ``"never"``: each matrix has one owner. ``"auto"``: a team of ranks works on one matrix where more ranks than
+            large matrices would leave some idle, and the simulated step says that it pays on a device like this one. Or the
+            ranks of a team (ascending, numbered as in the plan) by matrix name, the others keeping one owner. Results of teams are
+            deterministic, but not bitwise those of one process (docs/numerics.md has the tolerance). NorMuon, vectors, guards and
+            the Gram form keep one owner. Not together with ``owners``.
         master_weights: keep an fp32 copy of every half-precision parameter in the state (key ``master``), step on that, and
             round it to the parameter. Without it steps below the parameter's precision are lost; a warning says so.
         overrides: fields of the preset.
@@ -99,6 +104,7 @@ class DualOptimizer(torch.optim.Optimizer):
         owners: Mapping[str, int] | None = None,
         deterministic: bool = True,
         copies: Copies | Literal["auto"] = "share",
+        teams: Teams = "never",
         master_weights: bool = False,
         **overrides: Any,
     ) -> None:
@@ -110,6 +116,13 @@ class DualOptimizer(torch.optim.Optimizer):
         if copies not in ("share", "repeat", "auto"):
             raise ValueError(unknown_name("choice of copies", copies, ("share", "repeat", "auto")))
         self._copies: Copies | Literal["auto"] = copies
+        if isinstance(teams, str) and teams not in ("never", "auto"):
+            raise ValueError(unknown_name("choice of teams", teams, ("never", "auto")))
+        if owners and teams != "never":
+            raise ValueError(
+                f"teams: found {teams!r} together with owners for every matrix, expected one of them; give teams as a mapping"
+            )
+        self._teams: Teams = teams
         self._master_weights = master_weights
         self._transport: Transport = transport
         self._owners = dict(owners or {})
@@ -271,6 +284,7 @@ class DualOptimizer(torch.optim.Optimizer):
             "_wave_bytes",
             "_deterministic",
             "_copies",
+            "_teams",
             "_master_weights",
             "_transport",
             "_owners",
@@ -300,6 +314,7 @@ class DualOptimizer(torch.optim.Optimizer):
             shared=self._shared,
             owners=self._owners,
             copies=self._copies,
+            teams=self._teams,
         )
         for domain in domains:
             if not dist.is_initialized() or dist.get_rank() == 0:

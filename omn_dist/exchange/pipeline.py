@@ -1,8 +1,9 @@
 """The pipeline of waves: gather(i + 1) and scatter(i - 1) are in flight while wave i is orthogonalised."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from omn_dist.algorithms.team_newton_schulz import Team
 from omn_dist.exchange.numbers import (
     Copies,
     Rectangle,
@@ -24,6 +26,7 @@ from omn_dist.exchange.numbers import (
     stack_numbers,
 )
 from omn_dist.exchange.route import Part, Passage, Side, StackGroup, WaveRoute, Way, wave_route
+from omn_dist.exchange.teams import make_teams
 from omn_dist.exchange.transport import Pending, Traffic, make_transport
 from omn_dist.plan.layout import Segment
 from omn_dist.plan.matrix import FLAG_BYTES, Matrix
@@ -61,6 +64,10 @@ class MatrixWork(Protocol):
 
     def transform(self, matrices: Sequence[int], stack: Tensor, numbers: Sequence[StackNumbers]) -> None:
         """Directions of whole matrices of one shape to their updates, in place: ``[matrices, stored rows, stored columns]``."""
+        ...
+
+    def transform_slice(self, matrix: int, direction: Tensor, team: Team) -> None:
+        """The direction of a slice ``[stored rows, stored columns]`` to its update, in place, together with its team."""
         ...
 
     def apply(
@@ -138,10 +145,19 @@ class Pipeline:
     Memory is allocated once: a slot (sent and received bytes) for gathers, one for scatters, and the stack of whole matrices.
     """
 
-    def __init__(self, plan: Plan, rank: int, group: dist.ProcessGroup | None, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        dtype: torch.dtype,
+        team_groups: Mapping[tuple[int, ...], dist.ProcessGroup] = MappingProxyType({}),
+    ) -> None:
         self.plan = plan
         self._routes = [wave_route(plan, rank, wave) for wave in plan.waves]
         self._transport = make_transport(plan, self._routes, rank, group, device)
+        self._teams = make_teams(plan, rank, team_groups, self._transport.traffic)
         self._device, self._dtype = device, dtype
         most = max((route.num_stack_elements for route in self._routes), default=0)
         self._stack = torch.zeros(most, device=device, dtype=dtype)
@@ -256,7 +272,7 @@ class Pipeline:
             present = self._unpack(number, work)
             if following is not None and following not in gathering:
                 gathering[following] = self._launch_gather(following, work, commit=True)
-            self._transform(number, work)
+            self._transform(number, work, present)
             if scattering is not None:
                 self._finish(scattering, work)
             scattering = number, self._launch_scatter(number, work, present)
@@ -297,10 +313,16 @@ class Pipeline:
             return self._one
         return torch.stack(flags).amax() if flags else self._zero
 
-    def _transform(self, number: int, work: MatrixWork) -> None:
+    def _transform(self, number: int, work: MatrixWork, present: dict[int, Tensor]) -> None:
         with record_function(f"omn_dist::orthogonalize({number})"):
             for group, stack, numbers in self._waves[number].stacked.groups:
-                work.transform(group.matrices, stack, numbers)
+                first = group.matrices[0]
+                if first not in self._teams:
+                    work.transform(group.matrices, stack, numbers)
+                    continue
+                # A gradient of any part of the matrix is one of the whole.
+                present[first] = self._teams[first].gather(present[first]).amax()
+                work.transform_slice(first, stack[0], self._teams[first])
 
     def _launch_scatter(self, number: int, work: MatrixWork, present: dict[int, Tensor]) -> Pending:
         wave = self._waves[number]

@@ -8,8 +8,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from omn_dist.plan.cost import CostForm, newton_schulz_seconds
+from omn_dist.plan.cost import newton_schulz_seconds, slice_seconds
 from omn_dist.plan.devices import Device, Topology
+from omn_dist.plan.matrix import Matrix
 from omn_dist.plan.ownership import Plan
 from omn_dist.plan.tally import Tally
 
@@ -104,7 +105,7 @@ def simulate(plan: Plan, device: Device, topology: Topology | None = None, *, nu
     world_size = plan.world_size
     tally = Tally(plan.matrices, plan.owners, world_size, plan.wire_itemsize)
     traffic = tally.traffic(plan.waves)
-    transform = _transform_seconds(plan, device)
+    transform = _transform_seconds(plan, device, topology)
     memory, launch = device.memory_bytes_per_second, device.launch_seconds
     # Without the flags, which are few.
     sent = traffic.gather_sent / plan.wire_itemsize
@@ -112,7 +113,7 @@ def simulate(plan: Plan, device: Device, topology: Topology | None = None, *, nu
     returned = traffic.scatter_received / plan.wire_itemsize
     owned = traffic.stack / plan.wire_itemsize
     own = np.maximum(owned - received, 0.0)
-    parts = np.array([len(wave) for wave in plan.waves], dtype=np.float64)
+    parts = tally.parts(plan.waves)
     all_elements = sum(matrix.num_elements for matrix in plan.matrices) + num_adamw_elements
 
     def exchange(out: NDArray[np.int64], back: NDArray[np.int64]) -> float:
@@ -148,18 +149,37 @@ def simulate(plan: Plan, device: Device, topology: Topology | None = None, *, nu
     return Timeline(tuple(clock.events), all_elements / world_size * _ADAMW_BYTES / memory + 10 * launch)
 
 
-def _transform_seconds(plan: Plan, device: Device) -> Sequence[Seconds]:
-    """For each wave ``[world_size]``: seconds of the Newton-Schulz of what each rank owns."""
-    by_shape: dict[tuple[int, int, int, CostForm], float] = {}
-    seconds = []
-    for matrix in plan.matrices:
-        shape = (matrix.stored_rows, matrix.stored_columns, matrix.num_steps, matrix.form)
-        if shape not in by_shape:
-            by_shape[shape] = newton_schulz_seconds(*shape[:3], device, plan.wire_itemsize, matrix.form)
-        seconds.append(by_shape[shape])
+def matrix_seconds(matrix: Matrix, device: Device, topology: Topology) -> float:
+    """Seconds of the Newton-Schulz of a matrix at its owner, or of a slice together with its team."""
+    if matrix.slice is None:
+        return newton_schulz_seconds(
+            matrix.stored_rows, matrix.stored_columns, matrix.num_steps, device, matrix.itemsize, matrix.form
+        )
+    return slice_seconds(*matrix.slice_sides, matrix.num_steps, matrix.slice.size, device, topology, matrix.itemsize, matrix.form)
+
+
+def _transform_seconds(plan: Plan, device: Device, topology: Topology) -> Sequence[Seconds]:
+    """For each wave ``[world_size]``: seconds of the Newton-Schulz of what each rank owns. Members of a team start together."""
+    by_kind: dict[tuple[object, ...], float] = {}
+
+    def seconds(matrix: Matrix) -> float:
+        kind = (matrix.stored_rows, matrix.stored_columns, matrix.num_steps, matrix.form, matrix.itemsize, matrix.team_bytes)
+        if kind not in by_kind:
+            by_kind[kind] = matrix_seconds(matrix, device, topology)
+        return by_kind[kind]
+
     found = []
     for wave in plan.waves:
         total = np.zeros(plan.world_size)
-        np.add.at(total, [plan.owners[index] for index in wave], [seconds[index] for index in wave])
+        matrices = [plan.matrices[index] for index in wave]
+        teams: dict[str, float] = {}
+        for matrix in matrices:
+            if matrix.slice is not None:
+                teams[matrix.slice.whole] = max(teams.get(matrix.slice.whole, 0.0), seconds(matrix))
+        for name, longest in teams.items():
+            team = list(plan.teams[name])
+            total[team] = total[team].max() + longest
+        alone = [index for index, matrix in zip(wave, matrices, strict=True) if matrix.slice is None]
+        np.add.at(total, [plan.owners[index] for index in alone], [seconds(plan.matrices[index]) for index in alone])
         found.append(total)
     return found

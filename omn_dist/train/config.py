@@ -38,6 +38,8 @@ class OptimizerConfig:
     """How shards reach owners and return; the bits of the result are the same."""
     overlap_backward: bool = False
     """Let directions leave for their owners while the last backward of a window goes on: the same bits, more memory."""
+    teams: Literal["never", "auto"] = "never"
+    """``auto``: teams of ranks work on one matrix where that is predicted to pay; other last bits than ``never``."""
 
     def __post_init__(self) -> None:
         _require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "a number of at least 0")

@@ -39,6 +39,7 @@ _REPORTED = (
     "optimizer.wave_bytes",
     "optimizer.transport",
     "optimizer.overlap_backward",
+    "optimizer.teams",
     "model.activation_checkpointing",
     "reshard_after_forward",
     "device",
