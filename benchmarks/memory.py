@@ -7,7 +7,8 @@ parameters and gradients in place and free heap returned, an optimizer is built 
   optimizer was built, less the bytes of its state. So it is slots, stack and whatever else the optimizer, torch and gloo take:
   scratch of the products, objects of the plan;
 - *in a step* is the largest resident set less that before the step: what comes and goes;
-- *slots* is ``Pipeline.temporary_bytes``, *plan* is ``Plan.temporary_bytes``.
+- *slots* is ``Pipeline.temporary_bytes``, *plan* is ``Plan.temporary_bytes``;
+- *products* is the working memory of Newton-Schulz and of directions, which stays from step to step too.
 
 Megabytes (10^6) of the rank that needs most. The kernel's counts are good to about 0.3.
 
@@ -49,6 +50,7 @@ def measure(num_layers: int, preset: str, wave_bytes: int | None) -> dict[str, A
         "in_a_step_mb": peak - before,
         "slots_mb": domain.pipeline.temporary_bytes,
         "plan_mb": domain.plan.temporary_bytes,
+        "products_mb": domain.scratch.num_bytes,
     }
     return {
         "name": f"{num_layers} layers, {dist.get_world_size()} ranks",
