@@ -14,11 +14,18 @@ from omn_dist.plan.ownership import Plan
 from omn_dist.plan.tally import Tally
 
 Seconds = NDArray[np.float64]
-Activity = Literal["prepare", "adamw", "wait", "unpack", "orthogonalize", "apply", "gather", "scatter"]
+Activity = Literal["setup", "prepare", "adamw", "wait", "unpack", "orthogonalize", "pack", "apply", "gather", "scatter"]
 
-# fp32 numbers read and written for one element: gradient, momentum -> direction; update, gradient, momentum, parameter -> momentum,
-# parameter; and AdamW: gradient, two moments, parameter -> two moments, parameter.
-_PREPARE_BYTES, _UNPACK_BYTES, _APPLY_BYTES, _ADAMW_BYTES = 3 * 4, 2 * 4, 6 * 4, 7 * 4
+# Bytes of fp32 numbers read and written for one element. Prepare: gradient, momentum -> momentum, direction; unpack and pack: a
+# copy; apply: parameter, update -> parameter. AdamW fused: gradient, two moments, parameter -> two moments, parameter; in seven
+# calls (lerp, mul, addcmul, sqrt, div, add, addcdiv), what each of them reads and writes.
+_PREPARE_BYTES, _COPY_BYTES, _APPLY_BYTES = 4 * 4, 2 * 4, 3 * 4
+_FUSED_ADAMW_BYTES, _ADAMW_BYTES = 7 * 4, 18 * 4
+_ADAMW_LAUNCHES = 10
+# Counted for one rectangle: kernels, and calls that make views.
+_PREPARE_CALLS, _COPY_CALLS, _APPLY_CALLS = (5, 9), (2, 2), (2, 5)
+_SETUP_VIEWS = 18
+"""Of one parameter before the first direction: its local shard, gradient and state, and checks that take as long as a view."""
 
 
 class Event(NamedTuple):
@@ -105,14 +112,28 @@ def simulate(plan: Plan, device: Device, topology: Topology | None = None, *, nu
     tally = Tally(plan.matrices, plan.owners, world_size, plan.wire_itemsize)
     traffic = tally.traffic(plan.waves)
     transform = _transform_seconds(plan, device)
-    memory, launch = device.memory_bytes_per_second, device.launch_seconds
     # Without the flags, which are few.
     sent = traffic.gather_sent / plan.wire_itemsize
     received = traffic.gather_received / plan.wire_itemsize
+    packed = traffic.scatter_sent / plan.wire_itemsize
     returned = traffic.scatter_received / plan.wire_itemsize
     owned = traffic.stack / plan.wire_itemsize
     own = np.maximum(owned - received, 0.0)
-    parts = np.array([len(wave) for wave in plan.waves], dtype=np.float64)
+    own_parts = np.stack([np.bincount([plan.owners[index] for index in wave], minlength=world_size) for wave in plan.waves])
+    other_parts = own_parts.sum(axis=1, keepdims=True) - own_parts
+    message_parts = own_parts * (world_size - 1)
+
+    def elementwise(elements: Seconds, num_bytes: int, parts: NDArray[np.int64], calls: tuple[int, int]) -> Seconds:
+        kernels, views = calls
+        a_part = kernels * device.launch_seconds + views * device.view_seconds
+        return elements * num_bytes / device.memory_bytes_per_second + parts * a_part
+
+    adamw_bytes = _FUSED_ADAMW_BYTES if device.fused_adamw else _ADAMW_BYTES
+
+    def adamw(elements: int) -> float:
+        seconds = elements / world_size * adamw_bytes / device.memory_bytes_per_second
+        return seconds + _ADAMW_LAUNCHES * device.launch_seconds
+
     all_elements = sum(matrix.num_elements for matrix in plan.matrices) + num_adamw_elements
 
     def exchange(out: NDArray[np.int64], back: NDArray[np.int64]) -> float:
@@ -121,31 +142,38 @@ def simulate(plan: Plan, device: Device, topology: Topology | None = None, *, nu
     clock = _Clock(world_size, device.overlaps)
 
     def gather(wave: int) -> float:
-        clock.work("prepare", wave, sent[wave] * _PREPARE_BYTES / memory + parts[wave] * 4 * launch)
+        clock.work("prepare", wave, elementwise(sent[wave], _PREPARE_BYTES, other_parts[wave], _PREPARE_CALLS))
         return clock.launch("gather", wave, exchange(traffic.gather_sent[wave], traffic.gather_received[wave]))
 
     def apply(wave: int) -> None:
-        clock.work("apply", wave, returned[wave] * _APPLY_BYTES / memory + parts[wave] * 4 * launch)
+        clock.work("apply", wave, elementwise(returned[wave], _APPLY_BYTES, other_parts[wave], _APPLY_CALLS))
 
     num_waves = len(plan.waves)
+    clock.work("setup", 0, len(plan.matrices) * _SETUP_VIEWS * device.view_seconds)
     gathered = gather(0) if num_waves else 0.0
-    clock.work("adamw", 0, num_adamw_elements / world_size * _ADAMW_BYTES / memory + 10 * launch)
+    clock.work("adamw", 0, adamw(num_adamw_elements))
     scattered = 0.0
     for wave in range(num_waves):
         clock.wait(wave, gathered)
-        clock.work("unpack", wave, (owned[wave] * _UNPACK_BYTES + own[wave] * _PREPARE_BYTES) / memory)
+        clock.work(
+            "unpack",
+            wave,
+            elementwise(received[wave], _COPY_BYTES, message_parts[wave], _COPY_CALLS)
+            + elementwise(own[wave], _PREPARE_BYTES, own_parts[wave], _PREPARE_CALLS),
+        )
         if wave + 1 < num_waves:
             gathered = gather(wave + 1)
         clock.work("orthogonalize", wave, transform[wave])
         if wave:
             clock.wait(wave - 1, scattered)
             apply(wave - 1)
+        clock.work("pack", wave, elementwise(packed[wave], _COPY_BYTES, message_parts[wave], _COPY_CALLS))
         scattered = clock.launch("scatter", wave, exchange(traffic.scatter_sent[wave], traffic.scatter_received[wave]))
-        clock.work("apply", wave, own[wave] * _APPLY_BYTES / memory)
+        clock.work("apply", wave, elementwise(own[wave], _APPLY_BYTES, own_parts[wave], _APPLY_CALLS))
     if num_waves:
         clock.wait(num_waves - 1, scattered)
         apply(num_waves - 1)
-    return Timeline(tuple(clock.events), all_elements / world_size * _ADAMW_BYTES / memory + 10 * launch)
+    return Timeline(tuple(clock.events), adamw(all_elements))
 
 
 def _transform_seconds(plan: Plan, device: Device) -> Sequence[Seconds]:
