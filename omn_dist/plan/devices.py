@@ -51,6 +51,8 @@ class Device:
     """Host time of a call that makes a view of a tensor. None where the host runs ahead of its device."""
     overlaps: bool = True
     """Whether communication leaves computation alone. On CPUs both need the same cores."""
+    ranks_per_core: float = 1.0
+    """CPU ranks that share a core. Rates are those with all of them busy: while some wait, the others are faster."""
     fused_adamw: bool = True
     """Whether AdamW goes through memory once, or once for each of its operations as on CPUs."""
     topology: Topology

@@ -65,15 +65,16 @@ class Timeline:
 class _Clock:
     """The time of every rank, and of the network that they share."""
 
-    def __init__(self, world_size: int, overlaps: bool) -> None:
+    def __init__(self, world_size: int, device: Device, ranks_per_node: int) -> None:
         self.now: Seconds = np.zeros(world_size)
         self.events: list[Event] = []
         self._network = 0.0
-        self._overlaps = overlaps
+        self._device = device
+        self._ranks_per_node = ranks_per_node
 
     def work(self, activity: Activity, wave: int, seconds: Seconds | float) -> None:
         start = self.now
-        self.now = start + seconds
+        self.now = start + shared_cores(np.broadcast_to(seconds, start.shape), self._device.ranks_per_core, self._ranks_per_node)
         self.events.append(Event(activity, wave, start, self.now))
 
     def launch(self, activity: Activity, wave: int, seconds: float) -> float:
@@ -82,7 +83,7 @@ class _Clock:
         self._network = start + seconds
         begin, end = np.full_like(self.now, start), np.full_like(self.now, self._network)
         self.events.append(Event(activity, wave, begin, end))
-        if not self._overlaps:
+        if not self._device.overlaps:
             # The ranks' own cores carry the messages.
             self.now = self.now + seconds
         return self._network
@@ -91,6 +92,22 @@ class _Clock:
         start = self.now
         self.now = np.maximum(start, until)
         self.events.append(Event("wait", wave, start, self.now))
+
+
+def shared_cores(seconds: Seconds, ranks_per_core: float, ranks_per_node: int) -> Seconds:
+    """When work ends that all ranks start together, and that would take ``seconds`` with all ranks of a node busy to the end.
+
+    Those that still work share the cores of those that are done, up to a core each.
+    """
+    if ranks_per_core <= 1:
+        return seconds
+    ends = np.empty_like(seconds)
+    for first in range(0, len(seconds), ranks_per_node):
+        node = seconds[first : first + ranks_per_node]
+        order = np.argsort(node)
+        faster = np.minimum(ranks_per_core, len(node) / np.arange(len(node), 0, -1))
+        ends[first + order] = np.cumsum(np.diff(node[order], prepend=0.0) / faster)
+    return ends
 
 
 def simulate(plan: Plan, device: Device, topology: Topology | None = None, *, num_adamw_elements: int = 0) -> Timeline:
@@ -139,7 +156,7 @@ def simulate(plan: Plan, device: Device, topology: Topology | None = None, *, nu
     def exchange(out: NDArray[np.int64], back: NDArray[np.int64]) -> float:
         return topology.exchange_seconds(float(max(out.max(), back.max())), world_size)
 
-    clock = _Clock(world_size, device.overlaps)
+    clock = _Clock(world_size, device, topology.ranks_per_node)
 
     def gather(wave: int) -> float:
         clock.work("prepare", wave, elementwise(sent[wave], _PREPARE_BYTES, other_parts[wave], _PREPARE_CALLS))

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import platform
 import statistics
 import time
@@ -28,15 +29,16 @@ _ELEMENTS = 1 << 22
 _MESSAGE_BYTES = (1 << 12, 1 << 22)
 
 
-def calibrate(device: torch.device, *, repeats: int = 5, itemsizes: Sequence[int] = (4,)) -> Device:
+def calibrate(device: torch.device, *, repeats: int = 5, itemsizes: Sequence[int] = (4,), num_elements: int = _ELEMENTS) -> Device:
     """Measure small operations, memory, Newton-Schulz and, where a process group runs, an all-to-all. Takes seconds.
 
     All ranks measure at the same time, as they work in a step: ranks that share cores see the rates that are left for them.
-    The slowest rank's median counts.
+    The slowest rank counts.
 
     Args:
         device: where tensors live.
         repeats: measurements of each number.
+        num_elements: of one rank's shard of all parameters: memory that fits in a cache is faster.
         itemsizes: 4 to measure fp32 products, 2 for bf16; the other rate is set to the same number.
 
     Collective over the default process group, if there is one.
@@ -45,8 +47,10 @@ def calibrate(device: torch.device, *, repeats: int = 5, itemsizes: Sequence[int
     small = torch.ones(16, device=device)
     launch = seconds.of(lambda: [small.add_(0.0) for _ in range(1000)]) / 1000
     view = seconds.of(lambda: [small[:8] for _ in range(1000)]) / 1000
-    first, second = torch.ones((2, _ELEMENTS), device=device).unbind()
-    memory = 3 * 4 * _ELEMENTS / seconds.of(lambda: torch.add(first, second, out=first))
+    first, second = torch.ones((2, num_elements), device=device).unbind()
+    passes = max(1, _ELEMENTS // num_elements)
+    seconds_a_pass = seconds.of(lambda: [torch.add(first, second, out=first) for _ in range(passes)]) / passes
+    memory = 3 * 4 * num_elements / seconds_a_pass
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     blank = Device(
         name="calibrated",
@@ -58,6 +62,7 @@ def calibrate(device: torch.device, *, repeats: int = 5, itemsizes: Sequence[int
         # The host of a GPU makes its views while the GPU works.
         view_seconds=view if device.type == "cpu" else 0.0,
         overlaps=device.type != "cpu",
+        ranks_per_core=max(1.0, world_size * torch.get_num_threads() / num_cores()) if device.type == "cpu" else 1.0,
         fused_adamw=device.type != "cpu",
         topology=_topology(device, seconds, world_size),
         source=f"measured on {world_size} ranks with torch {torch.__version__}, device {device.type}",
@@ -73,6 +78,11 @@ def calibrate(device: torch.device, *, repeats: int = 5, itemsizes: Sequence[int
 def save_calibration(device: Device, path: Path) -> None:
     """Write what ``omn-dist plan --device FILE.json`` reads."""
     path.write_text(json.dumps(dataclasses.asdict(device), indent=1) + "\n")
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Stopwatch:
