@@ -1,5 +1,7 @@
 """Domains: matrices that share one set of ranks, each with its plan, its process group and its pipeline."""
 
+import logging
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from omn_dist.algorithms.guards import guards_of
 from omn_dist.algorithms.newton_schulz import group_recipe
 from omn_dist.algorithms.row_numbers import MATRIX_ALGORITHMS
 from omn_dist.algorithms.scratch import Scratch
@@ -17,12 +20,19 @@ from omn_dist.exchange.pipeline import Pipeline
 from omn_dist.exchange.transport import all_gather_single
 from omn_dist.plan.devices import DEVICES, Device
 from omn_dist.plan.layout import Layout, Piece
-from omn_dist.plan.matrix import Matrix
+from omn_dist.plan.matrix import Matrix, whole_only
 from omn_dist.plan.ownership import Plan, plan_matrices
 from omn_dist.plan.placement import Copies, placed
 from omn_dist.plan.simulation import simulate
+from omn_dist.plan.slices import with_teams
+from omn_dist.plan.teams import choose_teams
 from omn_dist.plan.traffic import Transport
 from omn_dist.plan.views import View, matrices_of
+
+logger = logging.getLogger(__name__)
+
+Teams = Literal["never", "auto"] | Mapping[str, Sequence[int]]
+"""Which matrices teams of ranks work on: none; those for which it is predicted to pay; or these, on these ranks of their plan."""
 
 Member = tuple[Tensor, dict[str, Any]]
 """A parameter and its group."""
@@ -50,12 +60,14 @@ class Domain:
 class SharedGroups:
     """Process groups of an optimizer and of its deep copies: made once for each set of ranks, never copied.
 
-    The pipeline has a group of its own, since two streams of collectives on one communicator can deadlock.
+    The pipeline has a group of its own, and so has each team, since two streams of collectives on one communicator can deadlock.
     """
 
     def __init__(self, replicas: dist.ProcessGroup | None = None) -> None:
         self.replicas = replicas
         self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._teams: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._known_teams: set[tuple[int, ...]] = set()
 
     def of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The pipeline's group of these global ranks; ``None`` for fewer than two. Collective on first use."""
@@ -65,6 +77,29 @@ class SharedGroups:
             group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="omn_dist_pipeline")
             self._by_ranks[ranks] = group
         return self._by_ranks[ranks]
+
+    def of_teams(self, plan: Plan, ranks: tuple[int, ...]) -> dict[tuple[int, ...], dist.ProcessGroup]:
+        """The groups of the teams of ``plan`` that this rank is in, by ranks of the plan, which are these global ``ranks``.
+
+        Collective over all ``ranks`` on first use. torch names a group after its ranks and after the number of groups that a rank
+        has, which therefore must be equal everywhere: in each round every rank makes one group, of a team or of itself alone.
+        """
+        members = {team: tuple(ranks[rank] for rank in team) for team in plan.teams.values()}
+        rounds: list[list[tuple[int, ...]]] = []
+        for team in sorted(set(members.values()) - self._known_teams):
+            apart = (found for found in rounds if all(set(team).isdisjoint(other) for other in found))
+            fitting = next(apart, None)
+            if fitting is None:
+                rounds.append([team])
+            else:
+                fitting.append(team)
+        me = dist.get_rank()
+        for found in rounds:
+            own = next((team for team in found if me in team), (me,))
+            group = dist.new_group(list(own), use_local_synchronization=True, group_desc="omn_dist_team")
+            self._teams[own] = group
+        self._known_teams.update(members.values())
+        return {team: self._teams[own] for team, own in members.items() if me in own}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
@@ -82,11 +117,12 @@ def build_domains(
     shared: SharedGroups,
     owners: Mapping[str, int],
     copies: Copies | Literal["auto"],
+    teams: Teams,
 ) -> list[Domain]:
     """The domains of the matrix groups. Collective over each domain's ranks, which compare their plans.
 
     Raises:
-        ValueError: ranks whose plans differ, or an owner for a matrix that is not there.
+        ValueError: ranks whose plans differ, an owner or a team for a matrix that is not there, or ranks that are no team.
         NotImplementedError: a placement that is not supported.
     """
     replicas = tuple(dist.get_process_group_ranks(shared.replicas)) if shared.replicas is not None else ()
@@ -102,6 +138,12 @@ def build_domains(
                     f"owners: {name!r} is in one of owners and matrices only, expected an owner for every matrix and no more "
                     "(names of Muon parameters, with the part in brackets where a view splits one)"
                 )
+        for name in () if isinstance(teams, str) else teams:
+            if name not in names:
+                raise ValueError(
+                    f"teams: found {name!r}, expected names of matrices, such as {min(names, default='none')!r} (names of Muon "
+                    "parameters, with the part in brackets where a view splits one)"
+                )
         for planned in found:
             planned.plan = plan_matrices(
                 planned.matrices,
@@ -111,6 +153,8 @@ def build_domains(
                 transport=transport,
                 owners=[owners[matrix.name] for matrix in planned.matrices] if owners else None,
             )
+            if teams != "never":
+                planned.plan = _with_teams(planned, teams, device_like(device))
         return found
 
     if copies == "auto":
@@ -148,6 +192,18 @@ def _together(groups: Sequence[dict[str, Any]], replicas: tuple[int, ...], copie
     return [by_ranks[ranks] for ranks in sorted(by_ranks, key=lambda ranks: (-len(ranks), ranks))]
 
 
+def _with_teams(planned: _Planned, teams: Literal["auto"] | Mapping[str, Sequence[int]], device: Device) -> Plan:
+    """The plan of ``planned`` with the teams that were asked for, or with those that pay on such a device."""
+    if not isinstance(teams, str):
+        own = {matrix.name for matrix in planned.matrices}
+        return with_teams(planned.plan, {name: team for name, team in teams.items() if name in own})
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", device.topology.ranks_per_node))
+    choice = choose_teams(planned.plan, device, nodes=[rank // ranks_per_node for rank in planned.ranks or (0,)])
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.info("%s", choice)
+    return choice.plan
+
+
 def device_like(device: torch.device) -> Device:
     """The profile by which choices are made for a torch device: that of a GPU whose name says so, else of an H100, or of a CPU."""
     if device.type != "cuda":
@@ -168,7 +224,8 @@ def _build(planned: _Planned, device: torch.device, dtype: torch.dtype, shared: 
     if group is not None:
         compare_plans(plan, group, device)
     rank = ranks.index(dist.get_rank()) if ranks else 0
-    return Domain(plan, planned.members, rank, Pipeline(plan, rank, group, device, dtype))
+    team_groups = shared.of_teams(plan, ranks) if plan.teams else {}
+    return Domain(plan, planned.members, rank, Pipeline(plan, rank, group, device, dtype, team_groups))
 
 
 def compare_plans(plan: Plan, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -199,7 +256,7 @@ def _worked(name: str, view: View | None, layout: Layout, group: Mapping[str, An
     if group["algorithm"] != "vector":
         recipe = group_recipe(group)
         matrices = matrices_of(name, view, layout, recipe.schedule.num_steps)
-        return [matrix.worked_by(group["algorithm"], recipe) for matrix in matrices]
+        return [matrix.worked_by(group["algorithm"], recipe, guards_of(group)) for matrix in matrices]
     segments = vector_segments(name, layout.num_columns, group["segments"])
     return [
         Matrix(
@@ -210,6 +267,7 @@ def _worked(name: str, view: View | None, layout: Layout, group: Mapping[str, An
             (Piece(0, segment.start, 1, segment.stop - segment.start, 0, 0),),
             layout,
             0,
+            whole_only=whole_only("vector", "standard", ()),
         )
         for segment in segments
     ]

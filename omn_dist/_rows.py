@@ -84,6 +84,7 @@ class RowsStep:
             betas=tuple(group["adamw_betas"]),
             epsilon=group["adamw_eps"],
             weight_decay=group["adamw_weight_decay"],
+            deterministic=True,
         )
         for dense, index in ((parameter, 0), (first_moment, 2), (second_moment, 3)):
             _scatter(dense, sources[index], rows.segments)

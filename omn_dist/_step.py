@@ -13,15 +13,18 @@ from omn_dist._domains import Domain, Member
 from omn_dist._row_moment import RowMoment
 from omn_dist.algorithms import muon, normuon, vector
 from omn_dist.algorithms.adamw import adamw_update
+from omn_dist.algorithms.guards import guards_of
 from omn_dist.algorithms.muon import MuonSettings, UpdateSettings
 from omn_dist.algorithms.newton_schulz import group_recipe
 from omn_dist.algorithms.normuon import NorMuonSettings
+from omn_dist.algorithms.team_newton_schulz import Team, orthogonalize_slice
 from omn_dist.algorithms.vector import VectorSettings, vector_segments
 from omn_dist.exchange.numbers import Returned, StackNumbers
 from omn_dist.exchange.pipeline import Place
 from omn_dist.exchange.route import speaks
+from omn_dist.plan.cost import cost_form
 from omn_dist.plan.layout import Segment
-from omn_dist.plan.matrix import Matrix
+from omn_dist.plan.matrix import Matrix, whole_only
 from omn_dist.plan.placement import as_matrix, local_tensor
 
 Gradients = Mapping[Tensor, Tensor | None]
@@ -79,37 +82,53 @@ class MatrixStep:
         *,
         deterministic: bool,
     ) -> None:
-        plan, members = domain.plan, domain.members
-        self._plan, self._rank, self._scratch = plan, domain.rank, domain.scratch
+        self._plan, self._members = domain.plan, domain.members
+        self._rank, self._scratch = domain.rank, domain.scratch
+        self._state, self._gradients = state, gradients
         self._deterministic = deterministic
-        settings_by_group: dict[int, UpdateSettings] = {}
-        by_name: dict[str, _Shard] = {}
-        for name, (parameter, group) in members.items():
-            settings = settings_by_group.setdefault(id(group), _settings(group))
-            gradient = gradients[parameter]
-            master = state[parameter].get("master")
-            local = as_matrix(local_tensor(parameter.detach()))
-            by_name[name] = _Shard(
-                local if master is None else as_matrix(local_tensor(master)),
-                None if master is None else local,
-                as_matrix(local_tensor(state[parameter]["momentum_buffer"])),
-                None if gradient is None else as_matrix(gradient),
-                settings,
-                RowMoment.of_state(parameter, state[parameter], group),
-            )
-        self._shards = [_of_matrix(by_name[matrix.parameter_name], members, matrix) for matrix in plan.matrices]
+        self._settings: dict[int, UpdateSettings] = {}
+        self._by_parameter: dict[str, _Shard] = {}
+        self._by_matrix: dict[int, _Shard] = {}
+        for matrix in domain.plan.matrices:
+            if matrix.slice is not None:
+                _check_team(matrix, domain.members[matrix.parameter_name][1])
         self._presences: list[Tensor] = []
+
+    def _shard(self, matrix: int) -> _Shard:
+        """Made when it is first asked for: of a step that begins in backward not all gradients are there at once."""
+        if matrix not in self._by_matrix:
+            whole = self._plan.matrices[matrix]
+            name = whole.parameter_name
+            if name not in self._by_parameter:
+                self._by_parameter[name] = self._of_parameter(*self._members[name])
+            self._by_matrix[matrix] = _of_matrix(self._by_parameter[name], self._members, whole)
+        return self._by_matrix[matrix]
+
+    def _of_parameter(self, parameter: Tensor, group: dict[str, Any]) -> _Shard:
+        if id(group) not in self._settings:
+            self._settings[id(group)] = _settings(group)
+        state, gradient = self._state[parameter], self._gradients[parameter]
+        master = state.get("master")
+        local = as_matrix(local_tensor(parameter.detach()))
+        return _Shard(
+            local if master is None else as_matrix(local_tensor(master)),
+            None if master is None else local,
+            as_matrix(local_tensor(state["momentum_buffer"])),
+            None if gradient is None else as_matrix(gradient),
+            self._settings[id(group)],
+            RowMoment.of_state(parameter, state, group),
+        )
 
     def saw_gradient(self) -> bool:
         """Whether another rank reported a gradient for a shard that has none here. Reads from the device."""
         return any(bool(present) for present in self._presences)
 
     def has_gradient(self, matrix: int) -> bool:
-        return self._shards[matrix].gradient is not None
+        return self._shard(matrix).gradient is not None
 
     def prepare(self, places: Sequence[Place], directions: Sequence[Tensor], numbers: Sequence[Tensor], *, commit: bool) -> None:
         for place, target, rows in zip(places, directions, numbers, strict=True):
-            shard, segment = self._shards[place.matrix], place.segment
+            shard, segment = self._shard(place.matrix), place.segment
             commits = commit and self._commits_early(place)
             gradient, momentum = _gradient(shard, segment), _local(shard.momentum, segment)
             muon.prepare(gradient, momentum, shard.settings, target, commit=commits, scratch=self._scratch)
@@ -126,18 +145,26 @@ class MatrixStep:
         return self.has_gradient(place.matrix) and speaks(self._plan, place.matrix, self._rank)
 
     def _commit(self, place: Place) -> None:
-        shard = self._shards[place.matrix]
+        shard = self._shard(place.matrix)
         muon.commit(_gradient(shard, place.segment), _local(shard.momentum, place.segment), shard.settings)
 
     def transform(self, matrices: Sequence[int], stack: Tensor, numbers: Sequence[StackNumbers]) -> None:
         # Matrices of one shape may belong to groups with different settings.
-        settings = [self._shards[matrix].settings for matrix in matrices]
+        settings = [self._shard(matrix).settings for matrix in matrices]
         start = 0
         for stop in range(1, len(matrices) + 1):
             if stop == len(matrices) or settings[stop] != settings[start]:
                 transposed = self._plan.matrices[matrices[start]].transposed
                 self._transform(transposed, settings[start], stack[start:stop], numbers[start:stop])
                 start = stop
+
+    def transform_slice(self, matrix: int, direction: Tensor, team: Team) -> None:
+        whole, settings = self._plan.matrices[matrix].slice, self._shard(matrix).settings
+        assert whole is not None, "teams work on slices"
+        assert isinstance(settings, MuonSettings), "of matrices on Muon"
+        # The short side of the whole matrix as rows.
+        short_first = direction.T if whole.cuts_rows else direction
+        short_first.copy_(orthogonalize_slice(short_first, settings.recipe, team, self._scratch))
 
     def _transform(self, transposed: bool, settings: UpdateSettings, stack: Tensor, numbers: Sequence[StackNumbers]) -> None:
         if isinstance(settings, VectorSettings):
@@ -164,7 +191,7 @@ class MatrixStep:
         returned: Sequence[Returned],
     ) -> None:
         for place, update, flag, numbers in zip(places, updates, present, returned, strict=True):
-            shard, segment = self._shards[place.matrix], place.segment
+            shard, segment = self._shard(place.matrix), place.segment
             changed = [_local(shard.parameter, segment), _local(shard.momentum, segment)]
             if shard.row_moment is not None:
                 changed.append(shard.row_moment.rows(segment))
@@ -178,10 +205,10 @@ class MatrixStep:
                 _local(shard.rounded, segment).copy_(changed[0])
 
     def _apply(self, place: Place, update: Tensor, numbers: Returned, changed: Sequence[Tensor]) -> None:
-        shard, whole = self._shards[place.matrix], self._plan.matrices[place.matrix]
+        shard, whole = self._shard(place.matrix), self._plan.matrices[place.matrix]
         if not self._commits_early(place):
             self._commit(place)
-        shape = {"num_rows": whole.num_rows, "num_columns": whole.num_columns}
+        shape = dict(zip(("num_rows", "num_columns"), whole.operator_shape, strict=True))
         if isinstance(shard.settings, NorMuonSettings):
             parameter, _, row_moment = changed
             normuon.apply(
@@ -206,7 +233,10 @@ class AdamWStep:
         groups: Sequence[Mapping[str, Any]],
         state: Mapping[Tensor, Mapping[str, Any]],
         gradients: Gradients,
+        *,
+        deterministic: bool,
     ) -> None:
+        self._deterministic = deterministic
         self._groups = groups
         self._state = state
         self._gradients = gradients
@@ -233,6 +263,7 @@ class AdamWStep:
                     betas=tuple(group["betas"]),
                     epsilon=group["eps"],
                     weight_decay=group["weight_decay"],
+                    deterministic=self._deterministic,
                 )
                 for parameter, master, local in zip(present, masters, stepped, strict=True):
                     if master is not None:
@@ -252,6 +283,17 @@ def _settings(group: Mapping[str, Any]) -> UpdateSettings:
     if group["algorithm"] == "normuon":
         return NorMuonSettings(**common, **fields("row_beta", "row_epsilon", "rescale"))
     return MuonSettings(**common)
+
+
+def _check_team(matrix: Matrix, group: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` when a group was changed, after its plan was made, to what the team of a slice cannot do."""
+    form = cost_form(group_recipe(group), *matrix.operator_shape)
+    if found := whole_only(group["algorithm"], form, guards_of(group)):
+        name = matrix.slice.whole if matrix.slice is not None else matrix.name
+        raise ValueError(
+            f"matrix {name}: found {found} in its group, set after a team was formed for it; expected it at construction, "
+            "or the matrix out of teams"
+        )
 
 
 def _of_matrix(shard: _Shard, members: Mapping[str, Member], matrix: Matrix) -> _Shard:

@@ -2,7 +2,8 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, overload
 
 import torch
@@ -10,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from omn_dist._domains import Domain, SharedGroups, build_domains
+from omn_dist._domains import Domain, SharedGroups, Teams, build_domains
+from omn_dist._early import EarlyDirections, can_leave_early
 from omn_dist._grouping import MATRIX_GROUP_FIELDS, check_saved_groups, complete_view
 from omn_dist._row_moment import STATE_KEY as ROW_MOMENT
 from omn_dist._row_moment import row_moment_like
@@ -66,10 +68,16 @@ class DualOptimizer(torch.optim.Optimizer):
             Without it every rank works on its own plain tensors.
         owners: owner rank of each matrix by parameter name, instead of the planner's choice.
         deterministic: orthogonalise one matrix after the other, so that bits do not depend on which matrices share an owner.
-            Without it matrices of one shape go through one batched call, which is faster, and on some devices rounds otherwise.
+            Without it matrices of one shape go through one batched call where they are small, and AdamW takes torch's fused
+            kernel on CPU too: faster, with bits that depend on owners and on where shards are cut.
         copies: ranks with equal copies of a DTensor (HSDP) ``"share"`` its matrices, each update crossing to the other copies
             once, or ``"repeat"`` the work in every copy with no traffic between them. ``"auto"`` takes what the simulated step
             of both plans says for a device like this one.
+        teams: ``"never"``: each matrix has one owner. ``"auto"``: a team of ranks works on one matrix where more ranks than
+            large matrices would leave some idle, and the simulated step says that it pays on a device like this one. Or the
+            ranks of a team (ascending, numbered as in the plan) by matrix name, the others keeping one owner. Results of teams are
+            deterministic, but not bitwise those of one process (docs/numerics.md has the tolerance). NorMuon, vectors, guards and
+            the Gram form keep one owner. Not together with ``owners``.
         master_weights: keep an fp32 copy of every half-precision parameter in the state (key ``master``), step on that, and
             round it to the parameter. Without it steps below the parameter's precision are lost; a warning says so.
         overrides: fields of the preset.
@@ -96,6 +104,7 @@ class DualOptimizer(torch.optim.Optimizer):
         owners: Mapping[str, int] | None = None,
         deterministic: bool = True,
         copies: Copies | Literal["auto"] = "share",
+        teams: Teams = "never",
         master_weights: bool = False,
         **overrides: Any,
     ) -> None:
@@ -107,11 +116,19 @@ class DualOptimizer(torch.optim.Optimizer):
         if copies not in ("share", "repeat", "auto"):
             raise ValueError(unknown_name("choice of copies", copies, ("share", "repeat", "auto")))
         self._copies: Copies | Literal["auto"] = copies
+        if isinstance(teams, str) and teams not in ("never", "auto"):
+            raise ValueError(unknown_name("choice of teams", teams, ("never", "auto")))
+        if owners and teams != "never":
+            raise ValueError(
+                f"teams: found {teams!r} together with owners for every matrix, expected one of them; give teams as a mapping"
+            )
+        self._teams: Teams = teams
         self._master_weights = master_weights
         self._transport: Transport = transport
         self._owners = dict(owners or {})
         self._shared = SharedGroups(process_group)
         self._domains: list[Domain] | None = None
+        self._early: list[EarlyDirections] = []
         self._rows: list[Rows] = []
         given = [dict(group) for group in groups]
         if not given:
@@ -156,6 +173,35 @@ class DualOptimizer(torch.optim.Optimizer):
         if self._domains is not None:
             self._domains = self._build_domains()
 
+    @contextmanager
+    def overlap_backward(self) -> Iterator[None]:
+        """Around the last backward before a step: directions leave for their owners as soon as gradients are reduced.
+
+        The step then finds most of its gathers done; its bits are the same, and momentum changes in the step only. If no step
+        follows (a rejected window), what was sent is dropped when this is entered again. It takes memory for the gathers of all
+        waves at once: in the dtype of the wire one shard of the matrices, and one share of whole ones. Matrices among plain
+        tensors take no part.
+
+        From the backward on to the step, gradients of matrices must not change: :meth:`step` raises ``RuntimeError`` before
+        anything moves when one did (clipping, unscaling, another backward). AdamW gradients may.
+
+        Collective: all ranks enter it before the same steps.
+
+        Raises:
+            ValueError: the transport is ``"all_gather"``, which has room for one wave only.
+        """
+        if self._transport == "all_gather":
+            raise ValueError("overlap_backward: found transport 'all_gather', expected 'all_to_all'")
+        self._early = []
+        with ExitStack() as stack:
+            for domain in self._built():
+                if can_leave_early(domain):
+                    domain.pipeline.begin_early()
+                    early = EarlyDirections(domain, self.state, deterministic=self._deterministic)
+                    stack.enter_context(early.sending())
+                    self._early.append(early)
+            yield
+
     @overload
     def step(self, closure: None = None) -> None: ...
 
@@ -185,7 +231,15 @@ class DualOptimizer(torch.optim.Optimizer):
             for group in self.param_groups
             for name, parameter in zip(group["param_names"], group["params"], strict=True)
         }
-        adamw = AdamWStep([group for group in self.param_groups if group["algorithm"] == "adamw"], self.state, gradients)
+        for early in self._early:
+            early.check()
+        self._early = []
+        adamw = AdamWStep(
+            [group for group in self.param_groups if group["algorithm"] == "adamw"],
+            self.state,
+            gradients,
+            deterministic=self._deterministic,
+        )
         steps = [MatrixStep(domain, self.state, gradients, deterministic=self._deterministic) for domain in domains]
         rows = RowsStep(self._rows, self.state, gradients)
 
@@ -230,12 +284,19 @@ class DualOptimizer(torch.optim.Optimizer):
             "_wave_bytes",
             "_deterministic",
             "_copies",
+            "_teams",
             "_master_weights",
             "_transport",
             "_owners",
             "_shared",
         )
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}, "_domains": None, "_rows": []}
+        return {
+            **super().__getstate__(),
+            **{name: getattr(self, name) for name in own},
+            "_domains": None,
+            "_rows": [],
+            "_early": [],
+        }
 
     def _built(self) -> list[Domain]:
         if self._domains is None:
@@ -253,6 +314,7 @@ class DualOptimizer(torch.optim.Optimizer):
             shared=self._shared,
             owners=self._owners,
             copies=self._copies,
+            teams=self._teams,
         )
         for domain in domains:
             if not dist.is_initialized() or dist.get_rank() == 0:

@@ -1,7 +1,9 @@
 """The pipeline of waves: gather(i + 1) and scatter(i - 1) are in flight while wave i is orthogonalised."""
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -9,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from omn_dist.algorithms.team_newton_schulz import Team
 from omn_dist.exchange.numbers import (
     Copies,
     Rectangle,
@@ -22,7 +25,8 @@ from omn_dist.exchange.numbers import (
     rows_of,
     stack_numbers,
 )
-from omn_dist.exchange.route import Part, Side, StackGroup, WaveRoute, Way, wave_route
+from omn_dist.exchange.route import Part, Passage, Side, StackGroup, WaveRoute, Way, wave_route
+from omn_dist.exchange.teams import make_teams
 from omn_dist.exchange.transport import Pending, Traffic, make_transport
 from omn_dist.plan.layout import Segment
 from omn_dist.plan.matrix import FLAG_BYTES, Matrix
@@ -60,6 +64,10 @@ class MatrixWork(Protocol):
 
     def transform(self, matrices: Sequence[int], stack: Tensor, numbers: Sequence[StackNumbers]) -> None:
         """Directions of whole matrices of one shape to their updates, in place: ``[matrices, stored rows, stored columns]``."""
+        ...
+
+    def transform_slice(self, matrix: int, direction: Tensor, team: Team) -> None:
+        """The direction of a slice ``[stored rows, stored columns]`` to its update, in place, together with its team."""
         ...
 
     def apply(
@@ -127,58 +135,77 @@ class _Wave:
     numbers_out: Copies
 
 
+_Slot = tuple[Tensor, Tensor]
+"""Sent and received bytes."""
+
+
 class Pipeline:
     """Executes one plan on one rank.
 
     Memory is allocated once: a slot (sent and received bytes) for gathers, one for scatters, and the stack of whole matrices.
     """
 
-    def __init__(self, plan: Plan, rank: int, group: dist.ProcessGroup | None, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        dtype: torch.dtype,
+        team_groups: Mapping[tuple[int, ...], dist.ProcessGroup] = MappingProxyType({}),
+    ) -> None:
         self.plan = plan
-        routes = [wave_route(plan, rank, wave) for wave in plan.waves]
-        self._transport = make_transport(plan, routes, rank, group, device)
-        self._dtype = dtype
-
-        def buffer(num_bytes: int) -> Tensor:
-            return torch.zeros(num_bytes, device=device, dtype=torch.uint8)
-
-        gather_sent = buffer(max((route.gather.sent.num_bytes for route in routes), default=0))
-        gather_received = buffer(max((route.gather.received.num_bytes for route in routes), default=0))
-        scatter_sent = buffer(max((route.scatter.sent.num_bytes for route in routes), default=0))
-        scatter_received = buffer(max((route.scatter.received.num_bytes for route in routes), default=0))
-        stack = torch.zeros(max((route.num_stack_elements for route in routes), default=0), device=device, dtype=dtype)
-        numbers = torch.zeros(max((num_stack_numbers(self._owned(route)) for route in routes), default=0), device=device)
-        self._buffers = (gather_sent, gather_received, scatter_sent, scatter_received, stack, numbers)
-        self._waves = []
-        for route in routes:
-            stacked = self._stack_views(route, stack, numbers)
-            received = self._views(route.gather.received, gather_received, "gather")
-            sent = self._views(route.scatter.sent, scatter_sent, "scatter")
-            back = self._views(route.scatter.received, scatter_received, "scatter")
-            whole = stacked.numbers
-            self._waves.append(
-                _Wave(
-                    route,
-                    self._views(route.gather.sent, gather_sent, "gather"),
-                    received,
-                    sent,
-                    back,
-                    stacked,
-                    [Place(*own) for own in route.own],
-                    [_cut(stacked.by_matrix[matrix], segment) for matrix, segment in route.own],
-                    [rows_of(whole[matrix].received, plan.matrices[matrix], segment) for matrix, segment in route.own],
-                    [
-                        Returned(
-                            rows_of(whole[matrix].returned.rows, plan.matrices[matrix], segment), whole[matrix].returned.scalars
-                        )
-                        for matrix, segment in route.own
-                    ],
-                    [Returned(rows, back.scalars[matrix][0]) for matrix, _, rows in back.rectangles],
-                    copies_in(plan.matrices, whole, received.rectangles),
-                    copies_out(plan.matrices, whole, sent.rectangles, sent.scalars),
-                )
-            )
+        self._routes = [wave_route(plan, rank, wave) for wave in plan.waves]
+        self._transport = make_transport(plan, self._routes, rank, group, device)
+        self._teams = make_teams(plan, rank, team_groups, self._transport.traffic)
+        self._device, self._dtype = device, dtype
+        most = max((route.num_stack_elements for route in self._routes), default=0)
+        self._stack = torch.zeros(most, device=device, dtype=dtype)
+        self._numbers = torch.zeros(
+            max((num_stack_numbers(self._owned(route)) for route in self._routes), default=0), device=device
+        )
+        # Sent and received.
+        self._scatter_slot = self._slot([route.scatter for route in self._routes])
+        self._gather_slots = [self._slot([route.gather for route in self._routes])]
+        self._waves = [self._wave(route, self._gather_slots[0]) for route in self._routes]
+        self._early: dict[int, Pending] | None = None
         self._one, self._zero = torch.ones((), device=device), torch.zeros((), device=device)
+
+    def _slot(self, passages: Sequence[Passage]) -> _Slot:
+        """Sent and received bytes of the largest of these passages."""
+        sizes = (
+            max((passage.sent.num_bytes for passage in passages), default=0),
+            max((passage.received.num_bytes for passage in passages), default=0),
+        )
+        sent, received = (torch.zeros(size, device=self._device, dtype=torch.uint8) for size in sizes)
+        return sent, received
+
+    def _wave(self, route: WaveRoute, gather_slot: _Slot) -> _Wave:
+        stacked = self._stack_views(route, self._stack, self._numbers)
+        gather_sent, gather_received = gather_slot
+        scatter_sent, scatter_received = self._scatter_slot
+        received = self._views(route.gather.received, gather_received, "gather")
+        sent = self._views(route.scatter.sent, scatter_sent, "scatter")
+        back = self._views(route.scatter.received, scatter_received, "scatter")
+        matrices, whole = self.plan.matrices, stacked.numbers
+        return _Wave(
+            route,
+            self._views(route.gather.sent, gather_sent, "gather"),
+            received,
+            sent,
+            back,
+            stacked,
+            [Place(*own) for own in route.own],
+            [_cut(stacked.by_matrix[matrix], segment) for matrix, segment in route.own],
+            [rows_of(whole[matrix].received, matrices[matrix], segment) for matrix, segment in route.own],
+            [
+                Returned(rows_of(whole[matrix].returned.rows, matrices[matrix], segment), whole[matrix].returned.scalars)
+                for matrix, segment in route.own
+            ],
+            [Returned(rows, back.scalars[matrix][0]) for matrix, _, rows in back.rectangles],
+            copies_in(matrices, whole, received.rectangles),
+            copies_out(matrices, whole, sent.rectangles, sent.scalars),
+        )
 
     @property
     def traffic(self) -> Traffic:
@@ -188,41 +215,83 @@ class Pipeline:
     @property
     def temporary_bytes(self) -> int:
         """Bytes of the slots and the stack of this rank."""
-        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers)
+        slots = [buffer for slot in (*self._gather_slots, self._scatter_slot) for buffer in slot]
+        return sum(buffer.numel() * buffer.element_size() for buffer in (*slots, self._stack, self._numbers))
+
+    def begin_early(self) -> None:
+        """From here to the next step gathers may leave early. Local, unless an earlier call was followed by no step.
+
+        Every wave gets a gather slot of its own, once. What left early for a step that never came is lost; the gathers that did
+        not leave then are made up for, so that all ranks have been through the same.
+        """
+        if self._early is not None:
+            for number in self._early_order():
+                wave = self._waves[number]
+                if number not in self._early:
+                    self._early[number] = self._transport.gather(number, wave.gather_sent.buffer, wave.gather_received.buffer)
+            for pending in self._early.values():
+                pending.wait()
+        elif len(self._gather_slots) < len(self._waves):
+            self._gather_slots = [self._slot([route.gather]) for route in self._routes]
+            self._waves = [self._wave(route, slot) for route, slot in zip(self._routes, self._gather_slots, strict=True)]
+        self._early = {}
+
+    def places_sent(self, number: int) -> Sequence[Place]:
+        """The rectangles of this rank that travel to owners in a wave."""
+        return self._waves[number].gather_sent.places
+
+    def gather_early(self, number: int, work: MatrixWork) -> None:
+        """Let the directions of a wave leave before the step, without a change of momentum.
+
+        All ranks let the same waves leave in the same order, from the last to the first; ``run`` makes up for those that did not.
+        """
+        assert self._early is not None, "begin_early comes first"
+        self._early[number] = self._launch_gather(number, work, commit=False)
+
+    def _early_order(self) -> list[int]:
+        return list(reversed(range(len(self._waves))))
 
     def run(self, work: MatrixWork, beside_first_gather: Callable[[], None]) -> None:
         """One step of all waves. Collective: all ranks of the plan call it, with whatever gradients they have.
 
-        ``beside_first_gather`` is called once, while the first gather is in flight.
+        ``beside_first_gather`` is called once, while the first gather is in flight. After :meth:`begin_early` on all ranks, waves
+        go from the last to the first, like gradients in backward, and all gathers are in flight at once.
         """
-        if not self._waves:
-            beside_first_gather()
-            return
-        gathering = self._launch_gather(0, work)
+        early, self._early = self._early, None
+        order = list(range(len(self._waves))) if early is None else self._early_order()
+        gathering = early or {}
+        for number in gathering:
+            work.commit(self._waves[number].gather_sent.places)
+        for number in order[:1] if early is None else order:
+            if number not in gathering:
+                gathering[number] = self._launch_gather(number, work, commit=True)
         beside_first_gather()
-        scattering: Pending | None = None
-        for number in range(len(self._waves)):
-            gathering.wait()
+        scattering: tuple[int, Pending] | None = None
+        for number, following in itertools.zip_longest(order, order[1:]):
+            gathering.pop(number).wait()
             present = self._unpack(number, work)
-            if number + 1 < len(self._waves):
-                gathering = self._launch_gather(number + 1, work)
-            self._transform(number, work)
+            if following is not None and following not in gathering:
+                gathering[following] = self._launch_gather(following, work, commit=True)
+            self._transform(number, work, present)
             if scattering is not None:
-                scattering.wait()
-                self._apply(number - 1, work)
-            scattering = self._launch_scatter(number, work, present)
+                self._finish(scattering, work)
+            scattering = number, self._launch_scatter(number, work, present)
             self._apply_own(number, work, present)
-        assert scattering is not None
-        scattering.wait()
-        self._apply(len(self._waves) - 1, work)
+        if scattering is not None:
+            self._finish(scattering, work)
 
-    def _launch_gather(self, number: int, work: MatrixWork) -> Pending:
+    def _finish(self, scattering: tuple[int, Pending], work: MatrixWork) -> None:
+        number, pending = scattering
+        pending.wait()
+        self._apply(number, work)
+
+    def _launch_gather(self, number: int, work: MatrixWork, *, commit: bool) -> Pending:
         wave = self._waves[number]
         with record_function(f"omn_dist::gather({number})"):
             for matrix, flags in wave.gather_sent.flags.items():
                 for flag in flags:
                     flag.fill_(work.has_gradient(matrix))
-            work.prepare(wave.gather_sent.places, wave.gather_sent.tensors, wave.gather_sent.numbers, commit=True)
+            work.prepare(wave.gather_sent.places, wave.gather_sent.tensors, wave.gather_sent.numbers, commit=commit)
             return self._transport.gather(number, wave.gather_sent.buffer, wave.gather_received.buffer)
 
     def _unpack(self, number: int, work: MatrixWork) -> dict[int, Tensor]:
@@ -244,10 +313,16 @@ class Pipeline:
             return self._one
         return torch.stack(flags).amax() if flags else self._zero
 
-    def _transform(self, number: int, work: MatrixWork) -> None:
+    def _transform(self, number: int, work: MatrixWork, present: dict[int, Tensor]) -> None:
         with record_function(f"omn_dist::orthogonalize({number})"):
             for group, stack, numbers in self._waves[number].stacked.groups:
-                work.transform(group.matrices, stack, numbers)
+                first = group.matrices[0]
+                if first not in self._teams:
+                    work.transform(group.matrices, stack, numbers)
+                    continue
+                # A gradient of any part of the matrix is one of the whole.
+                present[first] = self._teams[first].gather(present[first]).amax()
+                work.transform_slice(first, stack[0], self._teams[first])
 
     def _launch_scatter(self, number: int, work: MatrixWork, present: dict[int, Tensor]) -> Pending:
         wave = self._waves[number]

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from omn_dist.algorithms.row_numbers import NUMBER_BYTES, RowNumbers
 from omn_dist.plan.layout import Segment
-from omn_dist.plan.matrix import FLAG_BYTES, MESSAGE_ALIGNMENT
+from omn_dist.plan.matrix import FLAG_BYTES, MESSAGE_ALIGNMENT, Slice
 from omn_dist.plan.ownership import Plan
 
 STACK_ALIGNMENT = 64
@@ -115,13 +115,14 @@ def speaks(plan: Plan, index: int, rank: int) -> bool:
 
 def _stack(plan: Plan, owned: list[int]) -> tuple[tuple[StackGroup, ...], int]:
     alignment = STACK_ALIGNMENT // plan.wire_itemsize
-    by_shape: dict[tuple[int, int, bool, RowNumbers], list[int]] = {}
-    for index in owned:
+    by_shape: dict[tuple[int, int, bool, RowNumbers, Slice | None], list[int]] = {}
+    # Slices come first, each on its own: their teams start a wave together.
+    for index in sorted(owned, key=lambda index: plan.matrices[index].slice is None):
         matrix = plan.matrices[index]
-        key = (matrix.stored_rows, matrix.stored_columns, matrix.transposed, matrix.row_numbers)
+        key = (matrix.stored_rows, matrix.stored_columns, matrix.transposed, matrix.row_numbers, matrix.slice)
         by_shape.setdefault(key, []).append(index)
     groups, end = [], 0
-    for (num_rows, num_columns, _, _), indices in by_shape.items():
+    for (num_rows, num_columns, *_), indices in by_shape.items():
         pitch = -(-num_rows * num_columns // alignment) * alignment
         groups.append(StackGroup(tuple(indices), end, pitch))
         end += pitch * len(indices)

@@ -1,10 +1,11 @@
 """What a matrix costs its owner: floating-point operations and seconds of the Newton-Schulz form that will run."""
 
+import math
 from typing import Literal
 
 from omn_dist.algorithms.iteration import chosen_form, gram_flops, standard_flops
 from omn_dist.algorithms.newton_schulz import Recipe
-from omn_dist.plan.devices import Device
+from omn_dist.plan.devices import Device, Topology
 
 CostForm = Literal["standard", "cubic", "gram"]
 """What runs at the owner, as far as its cost goes; a cubic step needs no square of the Gram matrix."""
@@ -15,6 +16,8 @@ _LAUNCHES_A_STEP = 3
 _LAUNCHES_AROUND = 8
 _VIEWS_A_STEP = 1
 _VIEWS_AROUND = 12
+# Collectives of a team beside its steps: whether there is a gradient, and the numbers of the normalisation.
+_TEAM_NUMBERS = 2
 
 
 def newton_schulz_flops(num_rows: int, num_columns: int, num_steps: int, form: CostForm = "standard") -> int:
@@ -27,6 +30,34 @@ def newton_schulz_flops(num_rows: int, num_columns: int, num_steps: int, form: C
     if form == "gram":
         return gram_flops(short, long, num_steps)
     return standard_flops(short, long, num_steps, cubic=form == "cubic")
+
+
+def slice_flops(short: int, width: int, num_steps: int, size: int, form: CostForm) -> int:
+    """FLOPs of one member of a team of ``size``: its slice's two products, and its rows of the square; 1/size of a matrix's.
+
+    See :mod:`~omn_dist.algorithms.team_newton_schulz`; rows of zeros that fill up the last block count, since they are multiplied.
+    """
+    block_rows = -(-short // size)
+    return num_steps * (4 * short * short * width + (0 if form == "cubic" else 2 * short * short * block_rows))
+
+
+def slice_bytes(short: int, num_steps: int, size: int, form: CostForm, itemsize: int) -> int:
+    """Bytes that a member sends to the others of its team of ``size``: row blocks of sums, Gram matrices and polynomials.
+
+    And the numbers of the normalisation (two in fp64), and whether there is a gradient (one in fp32).
+    """
+    block = -(-short // size) * short * itemsize
+    return (size - 1) * (num_steps * slice_collectives_a_step(form) * block + 2 * 8 + 4)
+
+
+def slice_collectives(num_steps: int, form: CostForm) -> int:
+    """Collectives of a team for one matrix."""
+    return num_steps * slice_collectives_a_step(form) + _TEAM_NUMBERS
+
+
+def slice_collectives_a_step(form: CostForm) -> int:
+    """Sums, Gram matrix and, unless the step is cubic, polynomial."""
+    return 2 if form == "cubic" else 3
 
 
 def cost_form(recipe: Recipe, num_rows: int, num_columns: int) -> CostForm:
@@ -51,4 +82,34 @@ def newton_schulz_seconds(
         + (_VIEWS_A_STEP * num_steps + _VIEWS_AROUND) * device.view_seconds
         + flops / device.matmul_rate(short, itemsize)
         + num_bytes / device.memory_bytes_per_second
+    )
+
+
+def slice_seconds(
+    short: int,
+    width: int,
+    num_steps: int,
+    size: int,
+    device: Device,
+    topology: Topology,
+    itemsize: int,
+    form: CostForm = "standard",
+) -> float:
+    """Seconds of one member of a team of ``size`` ranks of one node, its collectives included.
+
+    A step of a member reads and writes about 4 s w + 6 s^2 elements: sums go through memory once more than Gram matrices.
+    """
+    collectives = slice_collectives(num_steps, form)
+    block_rows = -(-short // size)
+    products = num_steps * 4 * short * short * width / device.matmul_rate(min(short, width), itemsize)
+    if form != "cubic":
+        products += num_steps * 2 * short * short * block_rows / device.matmul_rate(block_rows, itemsize)
+    num_bytes = itemsize * (num_steps * (4 * short * width + 6 * short * short) + 4 * short * width)
+    return (
+        (2 * _LAUNCHES_A_STEP * num_steps + _LAUNCHES_AROUND) * device.launch_seconds
+        + (2 * _VIEWS_A_STEP * num_steps + _VIEWS_AROUND) * device.view_seconds
+        + products
+        + num_bytes / device.memory_bytes_per_second
+        + collectives * topology.latency_seconds * math.ceil(math.log2(size))
+        + slice_bytes(short, num_steps, size, form, itemsize) / topology.inside_bytes_per_second
     )

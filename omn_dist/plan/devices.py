@@ -54,7 +54,7 @@ class Device:
     ranks_per_core: float = 1.0
     """CPU ranks that share a core. Rates are those with all of them busy: while some wait, the others are faster."""
     fused_adamw: bool = True
-    """Whether AdamW goes through memory once, or once for each of its operations as on CPUs."""
+    """Whether AdamW goes through memory once, or once for each of its operations, as a deterministic one on CPUs."""
     topology: Topology
     """The network that usually comes with it."""
     source: str = ""

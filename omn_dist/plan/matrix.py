@@ -1,5 +1,6 @@
 """The unit that is orthogonalised: one linear operator, as a region of a stored parameter."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -8,7 +9,7 @@ from numpy.typing import NDArray
 
 from omn_dist.algorithms.newton_schulz import Recipe
 from omn_dist.algorithms.row_numbers import NO_NUMBERS, NUMBER_BYTES, ROW_NUMBERS, RowNumbers
-from omn_dist.plan.cost import CostForm, cost_form, newton_schulz_flops
+from omn_dist.plan.cost import CostForm, cost_form, newton_schulz_flops, slice_bytes, slice_collectives, slice_flops
 from omn_dist.plan.layout import Held, Layout, Piece, Segment, held, intersect
 
 FLAG_BYTES = 4
@@ -18,8 +19,29 @@ MESSAGE_ALIGNMENT = 4
 
 
 @dataclass(frozen=True)
+class Slice:
+    """Which part of a whole matrix a team's member works on: its long side is cut into ``size`` parts."""
+
+    whole: str
+    """Name of the whole matrix."""
+    index: int
+    size: int
+    stored_rows: int
+    """Of the whole matrix."""
+    stored_columns: int
+
+    @property
+    def cuts_rows(self) -> bool:
+        """Whether stored rows are the long side."""
+        return self.stored_rows >= self.stored_columns
+
+
+@dataclass(frozen=True)
 class Matrix:
-    """One matrix: where it lies in its parameter, how that is sharded, and what its Newton-Schulz costs."""
+    """One matrix: where it lies in its parameter, how that is sharded, and what its Newton-Schulz costs.
+
+    Or a slice of one: it moves like a matrix of its own, and its owner transforms it together with those of the other slices.
+    """
 
     name: str
     parameter_name: str
@@ -36,6 +58,12 @@ class Matrix:
     """Form of Newton-Schulz, for the cost."""
     row_numbers: RowNumbers = NO_NUMBERS
     """Numbers of its algorithm that ride on its messages."""
+    itemsize: int = 4
+    """Bytes of an element of its Newton-Schulz."""
+    whole_only: str = ""
+    """Why no team can work on it; empty where one can."""
+    slice: Slice | None = None
+    """Of a slice: which one."""
 
     @classmethod
     def whole(cls, name: str, layout: Layout, num_steps: int) -> Self:
@@ -44,25 +72,40 @@ class Matrix:
         region = (Piece(0, 0, num_rows, num_columns, 0, 0),)
         return cls(name, name, num_rows, num_columns, region, layout, num_steps)
 
-    def worked_by(self, algorithm: str, recipe: Recipe) -> Self:
-        """This matrix with the cost and the message numbers of an algorithm and its Newton-Schulz."""
+    def worked_by(self, algorithm: str, recipe: Recipe, guards: Sequence[str] = ()) -> Self:
+        """This matrix with the cost and the message numbers of an algorithm, its Newton-Schulz and what guards its updates."""
         form = cost_form(recipe, self.stored_rows, self.stored_columns)
-        return replace(self, num_steps=recipe.schedule.num_steps, form=form, row_numbers=ROW_NUMBERS[algorithm])
+        return replace(
+            self,
+            num_steps=recipe.schedule.num_steps,
+            form=form,
+            row_numbers=ROW_NUMBERS[algorithm],
+            itemsize=recipe.dtype.itemsize,
+            whole_only=whole_only(algorithm, form, guards),
+        )
 
     @property
     def work(self) -> str:
         """What its owner does, in words, for the plan's description."""
         numbers = f", row numbers {list(self.row_numbers)}" if any(self.row_numbers) else ""
-        return f"{self.num_steps} steps{'' if self.form == 'standard' else f' ({self.form})'}{numbers}"
+        part = f", slice {self.slice.index} of {self.slice.size} of {self.slice.whole}" if self.slice is not None else ""
+        return f"{self.num_steps} steps{'' if self.form == 'standard' else f' ({self.form})'}{numbers}{part}"
+
+    @property
+    def operator_shape(self) -> tuple[int, int]:
+        """Outputs m and inputs n of the whole operator, for the scale."""
+        whole = self if self.slice is None else self.slice
+        shape = whole.stored_rows, whole.stored_columns
+        return shape[::-1] if self.transposed else shape
 
     @property
     def num_rows(self) -> int:
-        """Outputs m of the operator, for the scale."""
+        """Outputs of the operator, or those that a slice has a part of."""
         return self.stored_columns if self.transposed else self.stored_rows
 
     @property
     def num_columns(self) -> int:
-        """Inputs n of the operator, for the scale."""
+        """Inputs of the operator, or those that a slice has a part of."""
         return self.stored_rows if self.transposed else self.stored_columns
 
     @property
@@ -73,7 +116,27 @@ class Matrix:
     @property
     def flops(self) -> int:
         """Estimated FLOPs of its Newton-Schulz at the owner."""
+        if self.slice is not None:
+            return slice_flops(*self.slice_sides, self.num_steps, self.slice.size, self.form)
         return newton_schulz_flops(self.stored_rows, self.stored_columns, self.num_steps, self.form)
+
+    @property
+    def slice_sides(self) -> tuple[int, int]:
+        """Of a slice: the short side of the whole matrix, and its own part of the long side."""
+        assert self.slice is not None, "only a slice has a width"
+        return (self.stored_columns, self.stored_rows) if self.slice.cuts_rows else (self.stored_rows, self.stored_columns)
+
+    @property
+    def team_bytes(self) -> int:
+        """Bytes that the owner of a slice sends to the others of its team in one step; 0 for a whole matrix."""
+        if self.slice is None:
+            return 0
+        return slice_bytes(self.slice_sides[0], self.num_steps, self.slice.size, self.form, self.itemsize)
+
+    @property
+    def team_collectives(self) -> int:
+        """Collectives of the team of a slice in one step; 0 for a whole matrix."""
+        return 0 if self.slice is None else slice_collectives(self.num_steps, self.form)
 
     def segments(self, rank: int) -> tuple[Segment, ...]:
         """The rectangles of this matrix that ``rank`` holds."""
@@ -135,3 +198,12 @@ class Matrix:
         elements = self.held.elements
         payload = -(-elements * wire_itemsize // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT
         return np.where(elements > 0, payload + FLAG_BYTES + NUMBER_BYTES * numbers, 0)
+
+
+def whole_only(algorithm: str, form: CostForm, guards: Sequence[str]) -> str:
+    """Why a team cannot do such an update: what needs more of the whole matrix than Gram matrices. Empty where it can."""
+    if algorithm != "muon":
+        return f"algorithm {algorithm}"
+    if form == "gram":
+        return "the Gram form"
+    return guards[0] if guards else ""

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from omn_dist.algorithms.coefficients import QUINTIC
+from omn_dist.algorithms.guards import guards_of
 from omn_dist.algorithms.newton_schulz import Recipe, build_recipe
 from omn_dist.plan.bounds import Bound, makespan_bound
 from omn_dist.plan.layout import SHARD_ROWS, Layout
@@ -44,6 +45,32 @@ class Plan:
             raise ValueError("plan: every matrix needs exactly one owner and one wave")
         if any(not 0 <= owner < self.world_size for owner in self.owners):
             raise ValueError(f"plan: an owner is not one of the {self.world_size} ranks")
+        wave_by_matrix = {index: number for number, wave in enumerate(self.waves) for index in wave}
+        for name, indices in self._slices.items():
+            team = [self.owners[index] for index in indices]
+            if len(indices) != self.matrices[indices[0]].slice.size or sorted(set(team)) != team:  # type: ignore[union-attr]
+                raise ValueError(f"plan: the slices of {name} have the owners {team}, expected one each, in ascending order")
+            if len({wave_by_matrix[index] for index in indices}) > 1:
+                raise ValueError(f"plan: the slices of {name} are in several waves, expected one")
+
+    @property
+    def num_matrices(self) -> int:
+        """Whole matrices; slices of one count once."""
+        return len(self.matrices) - sum(len(team) - 1 for team in self.teams.values())
+
+    @cached_property
+    def _slices(self) -> dict[str, list[int]]:
+        """Of each matrix that a team works on, the indices of its slices, in their order."""
+        found: dict[str, dict[int, int]] = {}
+        for index, matrix in enumerate(self.matrices):
+            if matrix.slice is not None:
+                found.setdefault(matrix.slice.whole, {})[matrix.slice.index] = index
+        return {name: [indices[number] for number in sorted(indices)] for name, indices in found.items()}
+
+    @cached_property
+    def teams(self) -> Mapping[str, tuple[int, ...]]:
+        """The ranks of each matrix that a team works on, by its name, in the order of its slices."""
+        return {name: tuple(self.owners[index] for index in indices) for name, indices in self._slices.items()}
 
     @cached_property
     def description(self) -> tuple[str, ...]:
@@ -71,10 +98,7 @@ class Plan:
     @cached_property
     def flops_by_rank(self) -> Counts:
         """``[world_size]``: estimated Newton-Schulz FLOPs of each rank in one step."""
-        flops = np.zeros(self.world_size, dtype=np.int64)
-        for matrix, owner in zip(self.matrices, self.owners, strict=True):
-            flops[owner] += matrix.flops
-        return flops
+        return self._by_owner([matrix.flops for matrix in self.matrices])
 
     @property
     def imbalance(self) -> float:
@@ -84,7 +108,7 @@ class Plan:
 
     @cached_property
     def bound(self) -> Bound:
-        """No assignment of whole matrices gives the busiest rank fewer FLOPs; proven, see ``plan.bounds``."""
+        """No assignment of these matrices and slices gives the busiest rank fewer FLOPs; proven, see ``plan.bounds``."""
         return makespan_bound([matrix.flops for matrix in self.matrices], self.world_size)
 
     @property
@@ -105,11 +129,11 @@ class Plan:
 
     @cached_property
     def bytes_sent_by_rank(self) -> Counts:
-        """``[world_size]``: bytes that each rank sends to other ranks in one step."""
+        """``[world_size]``: bytes that each rank sends to other ranks in one step, those of its teams included."""
+        total = self._by_owner([matrix.team_bytes for matrix in self.matrices])
         if self.transport == "all_to_all":
-            sent: Counts = (self._traffic.gather_sent + self._traffic.scatter_sent).sum(axis=0)
-            return sent
-        total = np.zeros(self.world_size, dtype=np.int64)
+            total += (self._traffic.gather_sent + self._traffic.scatter_sent).sum(axis=0)
+            return total
         for wave in self.waves:
             total += bytes_sent(self.matrices, self.owners, wave, self.world_size, self.wire_itemsize, self.transport)
         return total
@@ -127,7 +151,10 @@ class Plan:
 
     @cached_property
     def num_collectives(self) -> int:
-        """Collectives of one step: one for each passage in which something moves, or one for each owner that scatters."""
+        """Collectives of one step, without those of teams.
+
+        One for each passage in which something moves, or one for each owner that scatters.
+        """
         if self.transport == "all_to_all":
             return sum(gather + scatter for gather, scatter in self.moves)
         count = 0
@@ -135,6 +162,17 @@ class Plan:
             _, scatter = message_bytes(self.matrices, self.owners, wave, self.world_size, self.wire_itemsize)
             count += gathers + int(scatter.any(axis=0).sum())
         return count
+
+    @cached_property
+    def team_collectives_by_rank(self) -> Counts:
+        """``[world_size]``: collectives that each rank makes with its teams in one step."""
+        return self._by_owner([matrix.team_collectives for matrix in self.matrices])
+
+    def _by_owner(self, numbers: Sequence[int]) -> Counts:
+        """``[world_size]``: sums of one number a matrix."""
+        total = np.zeros(self.world_size, dtype=np.int64)
+        np.add.at(total, np.asarray(self.owners, dtype=np.int64), np.asarray(numbers, dtype=np.int64))
+        return total
 
     @cached_property
     def temporary_bytes(self) -> int:
@@ -151,7 +189,7 @@ class Plan:
             "hash": self.hash,
             "world_size": self.world_size,
             "transport": self.transport,
-            "num_matrices": len(self.matrices),
+            "num_matrices": self.num_matrices,
             "num_elements": sum(matrix.num_elements for matrix in self.matrices),
             "num_waves": len(self.waves),
             "wave_bytes": self.wave_bytes,
@@ -162,13 +200,16 @@ class Plan:
             "gap": self.gap,
             "wave_imbalance": self.wave_imbalance,
             "num_collectives": self.num_collectives,
+            "teams": {name: list(team) for name, team in self.teams.items()},
+            "team_collectives_by_rank": self.team_collectives_by_rank.tolist(),
             "bytes_sent_by_rank": self.bytes_sent_by_rank.tolist(),
             "temporary_bytes": self.temporary_bytes,
         }
 
     def __str__(self) -> str:
         return (
-            f"plan {self.hash[:12]}: {len(self.matrices)} matrices on {self.world_size} ranks in {len(self.waves)} waves; "
+            f"plan {self.hash[:12]}: {self.num_matrices} matrices on {self.world_size} ranks in {len(self.waves)} waves"
+            f"{f' ({len(self.teams)} of them in slices on teams)' if self.teams else ''}; "
             f"{self.flops_by_rank.sum() / 1e9:.3f} GFLOP a step, imbalance {self.imbalance:.4f} "
             f"({self.gap:.2%} above the bound, wave by wave {self.wave_imbalance:.4f}); at most "
             f"{self.bytes_sent_by_rank.max(initial=0) / 2**20:.2f} MiB "
@@ -247,19 +288,19 @@ def plan_ownership(
 
     Not collective.
     """
-    members: list[tuple[str, Sequence[int], View | None]] = []
+    members: list[tuple[str, Sequence[int], View | None, list[str]]] = []
     if isinstance(shapes, Mapping):
-        members.extend((name, shape, None) for name, shape in shapes.items())
+        members.extend((name, shape, None, []) for name, shape in shapes.items())
     else:
         for group in shapes:
             if group["algorithm"] != "adamw":
-                view = View.from_group(group)
-                members.extend((name, p.shape, view) for name, p in zip(group["param_names"], group["params"], strict=True))
-    layouts = {tuple(shape): Layout(tuple(shape), (world_size,), (SHARD_ROWS,)) for _, shape, _ in members}
+                own = View.from_group(group), guards_of(group)
+                members.extend((name, p.shape, *own) for name, p in zip(group["param_names"], group["params"], strict=True))
+    layouts = {tuple(shape): Layout(tuple(shape), (world_size,), (SHARD_ROWS,)) for _, shape, _, _ in members}
     recipe = build_recipe("omn", "quintic", num_steps) if recipe is None else recipe
     matrices = [
-        matrix.worked_by(algorithm, recipe)
-        for name, shape, view in members
+        matrix.worked_by(algorithm, recipe, guards)
+        for name, shape, view, guards in members
         for matrix in matrices_of(name, view, layouts[tuple(shape)], num_steps)
     ]
     return plan_matrices(

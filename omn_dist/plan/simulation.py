@@ -8,13 +8,14 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from omn_dist.plan.cost import CostForm, newton_schulz_seconds
+from omn_dist.plan.cost import newton_schulz_seconds, slice_seconds
 from omn_dist.plan.devices import Device, Topology
+from omn_dist.plan.matrix import Matrix
 from omn_dist.plan.ownership import Plan
 from omn_dist.plan.tally import Tally
 
 Seconds = NDArray[np.float64]
-Activity = Literal["setup", "prepare", "adamw", "wait", "unpack", "orthogonalize", "pack", "apply", "gather", "scatter"]
+Activity = Literal["prepare", "adamw", "wait", "unpack", "orthogonalize", "pack", "apply", "gather", "scatter"]
 
 # Bytes of fp32 numbers read and written for one element. Prepare: gradient, momentum -> momentum, direction; unpack and pack: a
 # copy; apply: parameter, update -> parameter. AdamW fused: gradient, two moments, parameter -> two moments, parameter; in seven
@@ -22,10 +23,10 @@ Activity = Literal["setup", "prepare", "adamw", "wait", "unpack", "orthogonalize
 _PREPARE_BYTES, _COPY_BYTES, _APPLY_BYTES = 4 * 4, 2 * 4, 3 * 4
 _FUSED_ADAMW_BYTES, _ADAMW_BYTES = 7 * 4, 18 * 4
 _ADAMW_LAUNCHES = 10
-# Counted for one rectangle: kernels, and calls that make views.
-_PREPARE_CALLS, _COPY_CALLS, _APPLY_CALLS = (5, 9), (2, 2), (2, 5)
+# Counted for one rectangle: kernels, and calls without one of their own, which are views and the copies of one foreach call.
+_PREPARE_CALLS, _UNPACK_CALLS, _PACK_CALLS, _APPLY_CALLS = (5, 9), (0, 3), (1, 2), (2, 5)
 _SETUP_VIEWS = 18
-"""Of one parameter before the first direction: its local shard, gradient and state, and checks that take as long as a view."""
+"""Of one matrix before its direction: its local shard, gradient and state, and checks that take as long as so many views."""
 
 
 class Event(NamedTuple):
@@ -128,7 +129,7 @@ def simulate(plan: Plan, device: Device, topology: Topology | None = None, *, nu
     world_size = plan.world_size
     tally = Tally(plan.matrices, plan.owners, world_size, plan.wire_itemsize)
     traffic = tally.traffic(plan.waves)
-    transform = _transform_seconds(plan, device)
+    transform = _transform_seconds(plan, device, topology)
     # Without the flags, which are few.
     sent = traffic.gather_sent / plan.wire_itemsize
     received = traffic.gather_received / plan.wire_itemsize
@@ -136,9 +137,13 @@ def simulate(plan: Plan, device: Device, topology: Topology | None = None, *, nu
     returned = traffic.scatter_received / plan.wire_itemsize
     owned = traffic.stack / plan.wire_itemsize
     own = np.maximum(owned - received, 0.0)
-    own_parts = np.stack([np.bincount([plan.owners[index] for index in wave], minlength=world_size) for wave in plan.waves])
-    other_parts = own_parts.sum(axis=1, keepdims=True) - own_parts
-    message_parts = own_parts * (world_size - 1)
+    own_parts = np.zeros_like(traffic.stack)
+    messages = np.zeros_like(traffic.stack)
+    for number, indices in enumerate(plan.waves):
+        for index in indices:
+            own_parts[number, plan.owners[index]] += 1
+            messages[number, plan.owners[index]] += max(tally.num_holders(index) - 1, 0)
+    other_parts = np.maximum(tally.parts(plan.waves) - own_parts, 0)
 
     def elementwise(elements: Seconds, num_bytes: int, parts: NDArray[np.int64], calls: tuple[int, int]) -> Seconds:
         kernels, views = calls
@@ -166,7 +171,7 @@ def simulate(plan: Plan, device: Device, topology: Topology | None = None, *, nu
         clock.work("apply", wave, elementwise(returned[wave], _APPLY_BYTES, other_parts[wave], _APPLY_CALLS))
 
     num_waves = len(plan.waves)
-    clock.work("setup", 0, len(plan.matrices) * _SETUP_VIEWS * device.view_seconds)
+    clock.work("prepare", 0, len(plan.matrices) * _SETUP_VIEWS * device.view_seconds)
     gathered = gather(0) if num_waves else 0.0
     clock.work("adamw", 0, adamw(num_adamw_elements))
     scattered = 0.0
@@ -175,7 +180,7 @@ def simulate(plan: Plan, device: Device, topology: Topology | None = None, *, nu
         clock.work(
             "unpack",
             wave,
-            elementwise(received[wave], _COPY_BYTES, message_parts[wave], _COPY_CALLS)
+            elementwise(received[wave], _COPY_BYTES, messages[wave], _UNPACK_CALLS)
             + elementwise(own[wave], _PREPARE_BYTES, own_parts[wave], _PREPARE_CALLS),
         )
         if wave + 1 < num_waves:
@@ -184,7 +189,7 @@ def simulate(plan: Plan, device: Device, topology: Topology | None = None, *, nu
         if wave:
             clock.wait(wave - 1, scattered)
             apply(wave - 1)
-        clock.work("pack", wave, elementwise(packed[wave], _COPY_BYTES, message_parts[wave], _COPY_CALLS))
+        clock.work("pack", wave, elementwise(packed[wave], _COPY_BYTES, messages[wave], _PACK_CALLS))
         scattered = clock.launch("scatter", wave, exchange(traffic.scatter_sent[wave], traffic.scatter_received[wave]))
         clock.work("apply", wave, elementwise(own[wave], _APPLY_BYTES, own_parts[wave], _APPLY_CALLS))
     if num_waves:
@@ -193,18 +198,37 @@ def simulate(plan: Plan, device: Device, topology: Topology | None = None, *, nu
     return Timeline(tuple(clock.events), adamw(all_elements))
 
 
-def _transform_seconds(plan: Plan, device: Device) -> Sequence[Seconds]:
-    """For each wave ``[world_size]``: seconds of the Newton-Schulz of what each rank owns."""
-    by_shape: dict[tuple[int, int, int, CostForm], float] = {}
-    seconds = []
-    for matrix in plan.matrices:
-        shape = (matrix.stored_rows, matrix.stored_columns, matrix.num_steps, matrix.form)
-        if shape not in by_shape:
-            by_shape[shape] = newton_schulz_seconds(*shape[:3], device, plan.wire_itemsize, matrix.form)
-        seconds.append(by_shape[shape])
+def matrix_seconds(matrix: Matrix, device: Device, topology: Topology) -> float:
+    """Seconds of the Newton-Schulz of a matrix at its owner, or of a slice together with its team."""
+    if matrix.slice is None:
+        return newton_schulz_seconds(
+            matrix.stored_rows, matrix.stored_columns, matrix.num_steps, device, matrix.itemsize, matrix.form
+        )
+    return slice_seconds(*matrix.slice_sides, matrix.num_steps, matrix.slice.size, device, topology, matrix.itemsize, matrix.form)
+
+
+def _transform_seconds(plan: Plan, device: Device, topology: Topology) -> Sequence[Seconds]:
+    """For each wave ``[world_size]``: seconds of the Newton-Schulz of what each rank owns. Members of a team start together."""
+    by_kind: dict[tuple[object, ...], float] = {}
+
+    def seconds(matrix: Matrix) -> float:
+        kind = (matrix.stored_rows, matrix.stored_columns, matrix.num_steps, matrix.form, matrix.itemsize, matrix.team_bytes)
+        if kind not in by_kind:
+            by_kind[kind] = matrix_seconds(matrix, device, topology)
+        return by_kind[kind]
+
     found = []
     for wave in plan.waves:
         total = np.zeros(plan.world_size)
-        np.add.at(total, [plan.owners[index] for index in wave], [seconds[index] for index in wave])
+        matrices = [plan.matrices[index] for index in wave]
+        teams: dict[str, float] = {}
+        for matrix in matrices:
+            if matrix.slice is not None:
+                teams[matrix.slice.whole] = max(teams.get(matrix.slice.whole, 0.0), seconds(matrix))
+        for name, longest in teams.items():
+            team = list(plan.teams[name])
+            total[team] = total[team].max() + longest
+        alone = [index for index, matrix in zip(wave, matrices, strict=True) if matrix.slice is None]
+        np.add.at(total, [plan.owners[index] for index in alone], [seconds(plan.matrices[index]) for index in alone])
         found.append(total)
     return found

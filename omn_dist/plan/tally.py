@@ -74,6 +74,19 @@ class Tally:
             needed.append(messages.stack_bytes)
         return max(needed)
 
+    def num_holders(self, index: int) -> int:
+        """Ranks that hold a part of the matrix."""
+        return int(np.count_nonzero(self._messages[self.kinds[index]].gather))
+
+    def parts(self, waves: Sequence[Sequence[int]]) -> Integers:
+        """``[waves, world_size]``: of how many matrices of each wave each rank holds a part."""
+        found = np.zeros((len(waves), self._world_size), dtype=np.int64)
+        for number, wave in enumerate(waves):
+            counts = np.bincount(self.kinds[list(wave)], minlength=len(self._messages))
+            for kind in np.flatnonzero(counts):
+                found[number] += counts[kind] * (self._messages[kind].gather > 0)
+        return found
+
     def traffic(self, waves: Sequence[Sequence[int]]) -> StepTraffic:
         """The bytes of each of these sets of matrices."""
         shape = (len(waves), self._world_size)

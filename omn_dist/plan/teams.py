@@ -1,139 +1,190 @@
-"""Teams: several ranks on one matrix, for more ranks than there are large matrices. A study; the exchange does not run it.
+"""Teams: several ranks on one matrix, where there are more ranks than large matrices and it is predicted to pay.
 
-Each member of a team of t holds a slice of the long side (s x l/t). Each step: Gram matrix of its slice (2 s^2 l / t), summed over
-the team and left in row blocks (reduce-scatter); its row block of the square (2 s^3 / t) after an all-gather of the Gram matrix;
-its slice of the product (2 s^2 l / t) after an all-gather of the polynomial. So a member has 1/t of the FLOPs, and three
-collectives of s^2 elements a step.
+What a member does, and what the collectives are: :mod:`omn_dist.algorithms.team_newton_schulz`.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from omn_dist.plan.cost import newton_schulz_seconds
 from omn_dist.plan.devices import Device, Topology
+from omn_dist.plan.matrix import Matrix
 from omn_dist.plan.ownership import Plan
+from omn_dist.plan.simulation import matrix_seconds, simulate
+from omn_dist.plan.slices import slices_of, with_teams
 
-_TEAM_SIZES = (1, 2, 3, 4, 6, 8)
-_COLLECTIVES_A_STEP = 3
+_SIZES = (2, 3, 4, 6, 8)
+# Targets that are tried for the busiest rank: a bisection to about a thousandth of the range.
+_NUM_TARGETS = 10
+_LEAST_GAIN = 0.02
+
+Seconds = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class TeamPlan:
-    """Which ranks work on each matrix of a plan, and what that would save."""
+class TeamChoice:
+    """A plan of whole matrices, the best one with teams that was found, and which of them a step is predicted to be faster with."""
 
-    teams: tuple[tuple[int, ...], ...]
-    """The ranks of each matrix, in the order of the plan; one rank is an owner as before."""
-    flops_by_rank: NDArray[np.float64]
-    """``[world_size]``."""
-    seconds: float
-    """Predicted Newton-Schulz seconds of the busiest rank, with the collectives of its teams."""
-    whole_seconds: float
-    """The same for the plan's whole-matrix owners."""
+    whole: Plan
+    teamed: Plan
+    """``whole`` itself where no team lowers the busiest rank."""
+    device: Device
+    topology: Topology
+    num_adamw_elements: int
 
-    @property
-    def imbalance(self) -> float:
-        """Largest over mean FLOPs."""
-        mean = float(self.flops_by_rank.mean())
-        return float(self.flops_by_rank.max()) / mean if mean else 1.0
+    @cached_property
+    def whole_seconds(self) -> float:
+        """Predicted step with one owner a matrix."""
+        return self._step(self.whole)
 
-    @property
-    def num_teams(self) -> int:
-        """Matrices with more than one rank."""
-        return sum(len(team) > 1 for team in self.teams)
+    @cached_property
+    def seconds(self) -> float:
+        """Predicted step with teams."""
+        return self._step(self.teamed)
+
+    def _step(self, plan: Plan) -> float:
+        return simulate(plan, self.device, self.topology, num_adamw_elements=self.num_adamw_elements).seconds
 
     @property
     def pays(self) -> bool:
-        """Whether teams are predicted to be faster than whole-matrix owners."""
-        return self.seconds < self.whole_seconds
+        """Whether the step with teams is predicted to be faster by at least 2 %: bits are not given up for less."""
+        return self.teamed is not self.whole and self.seconds < (1 - _LEAST_GAIN) * self.whole_seconds
+
+    @property
+    def plan(self) -> Plan:
+        """The plan with teams where they pay, else that of whole matrices."""
+        return self.teamed if self.pays else self.whole
+
+    def __str__(self) -> str:
+        """One line: what was compared, and what was chosen."""
+        one_owner = sorted({matrix.whole_only for matrix in self.whole.matrices})
+        if one_owner and all(one_owner):
+            return f"no team of ranks can work on a matrix here: {', '.join(one_owner)} needs one owner"
+        if self.teamed is self.whole:
+            return f"teams of ranks do not pay on {self.device.name}: with their collectives none lowers the busiest rank's seconds"
+        return (
+            f"{len(self.teamed.teams)} of {self.whole.num_matrices} matrices on teams of ranks: imbalance "
+            f"{self.teamed.imbalance:.3f} instead of {self.whole.imbalance:.3f}, predicted step {1e3 * self.seconds:.2f} instead "
+            f"of {1e3 * self.whole_seconds:.2f} ms on {self.device.name}: teams {'pay' if self.pays else 'do not pay'}"
+        )
 
 
-def team_seconds(
-    num_rows: int, num_columns: int, num_steps: int, size: int, device: Device, topology: Topology, itemsize: int
-) -> float:
-    """Seconds of one matrix on a team of ``size`` ranks of one node, its collectives included."""
-    short = min(num_rows, num_columns)
-    alone = newton_schulz_seconds(num_rows, num_columns, num_steps, device, itemsize)
-    if size == 1:
-        return alone
-    # Kernels to launch stay, everything else is divided.
-    launches = newton_schulz_seconds(1, 1, num_steps, device, itemsize)
-    travelling = short * short * itemsize * (size - 1) / size / topology.inside_bytes_per_second
-    collective = travelling + topology.latency_seconds * math.ceil(math.log2(size))
-    return launches + (alone - launches) / size + num_steps * _COLLECTIVES_A_STEP * collective
+def choose_teams(
+    plan: Plan,
+    device: Device,
+    topology: Topology | None = None,
+    *,
+    nodes: Sequence[int] | None = None,
+    num_adamw_elements: int = 0,
+) -> TeamChoice:
+    """The best plan with teams for the matrices of ``plan``, beside that plan. Pure and deterministic.
 
-
-def plan_teams(plan: Plan, device: Device, topology: Topology | None = None) -> TeamPlan:
-    """The best of several ways to split heavy matrices over teams, by predicted seconds; no teams where none helps.
-
-    A way is a most for what one rank may do of one matrix: heavier matrices are split into as few equal parts as that takes.
-    Heaviest parts go first, each matrix to the least loaded ranks of one node. Pure and deterministic.
+    For a target of seconds, matrices go heaviest first to the least loaded rank, whole; one that does not fit any more goes to
+    the smallest team on which it fits. The lowest target that holds everything counts. Teams are blocks of consecutive ranks of
+    one node, so that there are few different ones. A matrix that lies whole on some ranks stays with them.
 
     Args:
-        plan: its owners are the way without teams.
+        plan: of whole matrices.
         device: what each rank computes with.
-        topology: the network; the device's own when ``None``. Teams never cross a node.
+        topology: the network; the device's own when ``None``.
+        nodes: the node of each rank; consecutive ranks, as the topology says, when ``None``.
+        num_adamw_elements: elements of parameters that take AdamW in the same step, over all ranks.
     """
     topology = device.topology if topology is None else topology
-    shapes = [(matrix.stored_rows, matrix.stored_columns, matrix.num_steps) for matrix in plan.matrices]
-    flops = np.array([matrix.flops for matrix in plan.matrices], dtype=np.float64)
-    seconds = {
-        (shape, size): team_seconds(*shape, size, device, topology, plan.wire_itemsize)
-        for shape in set(shapes)
-        for size in _TEAM_SIZES
-    }
-    alone = np.array([seconds[shape, 1] for shape in shapes])
-    loads = np.zeros(plan.world_size)
-    np.add.at(loads, np.asarray(plan.owners, dtype=np.int64), alone)
-    whole = float(loads.max(initial=0.0))
-    best = TeamPlan(tuple((owner,) for owner in plan.owners), plan.flops_by_rank.astype(np.float64), whole, whole)
-    largest = max(size for size in _TEAM_SIZES if size <= min(plan.world_size, topology.ranks_per_node))
-    mosts = sorted({cost / size for cost in set(alone.tolist()) for size in _TEAM_SIZES if size <= largest}, reverse=True)
-    tried: set[tuple[int, ...]] = set()
-    for most in mosts:
-        by_cost = {cost: _size(cost / most, largest) for cost in set(alone.tolist())}
-        sizes = tuple(by_cost[cost] for cost in alone.tolist())
-        if max(sizes, default=1) == 1 or sizes in tried:
-            continue
-        tried.add(sizes)
-        parts = [seconds[shape, size] for shape, size in zip(shapes, sizes, strict=True)]
-        # No placement is better than its parts shared evenly, or than its largest part.
-        shared = sum(part * size for part, size in zip(parts, sizes, strict=True)) / plan.world_size
-        if max(shared, max(parts)) >= best.seconds:
-            continue
-        teams, busiest = _place(parts, sizes, [matrix.name for matrix in plan.matrices], plan.world_size, topology.ranks_per_node)
-        if busiest < best.seconds:
-            by_rank = np.zeros(plan.world_size)
-            for cost, team in zip(flops, teams, strict=True):
-                by_rank[list(team)] += cost / len(team)
-            best = TeamPlan(teams, by_rank, busiest, whole)
-    return best
-
-
-def _size(parts: float, largest: int) -> int:
-    """The smallest team with at least ``parts`` members."""
-    return next((size for size in _TEAM_SIZES if size >= parts * (1 - 1e-9) and size <= largest), largest)
-
-
-def _place(
-    parts: Sequence[float], sizes: Sequence[int], names: Sequence[str], world_size: int, ranks_per_node: int
-) -> tuple[tuple[tuple[int, ...], ...], float]:
-    """Teams for parts of these seconds, and the busiest rank's sum."""
-    nodes = [list(range(first, min(first + ranks_per_node, world_size))) for first in range(0, world_size, ranks_per_node)]
-    loads = np.zeros(world_size)
-    teams: list[tuple[int, ...]] = [()] * len(parts)
-    for index in sorted(range(len(parts)), key=lambda index: (-parts[index], -sizes[index], names[index])):
-        size = sizes[index]
-        if size == 1:
-            team = [int(loads.argmin())]
+    if nodes is None:
+        nodes = [rank // topology.ranks_per_node for rank in range(plan.world_size)]
+    filling = _Filling(plan, device, topology, nodes)
+    low, high = filling.least, filling.busiest(plan.owners)
+    best: _Assignment | None = None
+    for _ in range(_NUM_TARGETS):
+        target = (low + high) / 2
+        found = filling.assign(target)
+        if found is None:
+            low = target
         else:
-            # In each node the least loaded ranks; a team works together, so its busiest member counts.
-            options = [sorted(node, key=lambda rank: (loads[rank], rank))[:size] for node in nodes if len(node) >= size]
-            team = min(options, key=lambda option: (loads[option[-1]], option))
-        # All members start together.
-        loads[team] = loads[team].max() + parts[index]
-        teams[index] = tuple(sorted(team))
-    return tuple(teams), float(loads.max(initial=0.0))
+            best, high = found, target
+    if best is None or not any(len(team) > 1 for team in best):
+        return TeamChoice(plan, plan, device, topology, num_adamw_elements)
+    teams = {matrix.name: team for matrix, team in zip(plan.matrices, best, strict=True) if len(team) > 1}
+    teamed = with_teams(plan, teams, [team[0] for team in best])
+    return TeamChoice(plan, teamed, device, topology, num_adamw_elements)
+
+
+_Assignment = list[tuple[int, ...]]
+"""The ranks of each matrix: one owner or a team."""
+
+
+class _Filling:
+    """Assignments of matrices to ranks and to teams, by seconds."""
+
+    def __init__(self, plan: Plan, device: Device, topology: Topology, nodes: Sequence[int]) -> None:
+        self._plan = plan
+        self._blocks = {size: blocks for size in _SIZES if len(blocks := _blocks(nodes, size))}
+        by_kind: dict[tuple[object, ...], list[float]] = {}
+        self._seconds = []
+        """Of each matrix: alone, and on a team of each possible size."""
+        for matrix in plan.matrices:
+            kind = (matrix.stored_rows, matrix.stored_columns, matrix.num_steps, matrix.form, matrix.itemsize, matrix.whole_only)
+            if kind not in by_kind:
+                by_kind[kind] = [_seconds(matrix, size, device, topology) for size in (1, *self._blocks)]
+            self._seconds.append(by_kind[kind])
+        alone = np.array([seconds[0] for seconds in self._seconds])
+        self._order = sorted(range(len(alone)), key=lambda index: (-alone[index], plan.matrices[index].name))
+        self._pinned = [
+            candidates if len(candidates := matrix.candidates()) < plan.world_size else None for matrix in plan.matrices
+        ]
+        self.least = float(alone.sum()) / plan.world_size
+        """The busiest rank has no less, unless teams are faster than their parts."""
+
+    def busiest(self, owners: Sequence[int]) -> float:
+        """Seconds of the busiest rank when each matrix has one owner."""
+        loads = np.zeros(self._plan.world_size)
+        np.add.at(loads, np.asarray(owners, dtype=np.int64), [seconds[0] for seconds in self._seconds])
+        return float(loads.max(initial=0.0))
+
+    def assign(self, target: float) -> _Assignment | None:
+        """Ranks for all matrices, none busier than ``target``; ``None`` where that was not found."""
+        loads = np.zeros(self._plan.world_size)
+        found: _Assignment = [()] * len(self._order)
+        for index in self._order:
+            alone, *parts = self._seconds[index]
+            pinned = self._pinned[index]
+            rank = int(loads.argmin()) if pinned is None else min(pinned, key=lambda rank: (loads[rank], rank))
+            if loads[rank] + alone <= target:
+                loads[rank] += alone
+                found[index] = (rank,)
+                continue
+            if pinned is not None:
+                return None
+            for part, blocks in zip(parts, self._blocks.values(), strict=True):
+                # A team works together: its busiest member counts.
+                busiest = loads[blocks].max(axis=1)
+                block = blocks[int(busiest.argmin())]
+                if busiest.min() + part <= target:
+                    loads[block] = busiest.min() + part
+                    found[index] = tuple(block.tolist())
+                    break
+            else:
+                return None
+        return found
+
+
+def _seconds(matrix: Matrix, size: int, device: Device, topology: Topology) -> float:
+    """Of the widest slice, for a team; infinite where there can be none."""
+    if size == 1:
+        return matrix_seconds(matrix, device, topology)
+    if matrix.whole_only or size > max(matrix.stored_rows, matrix.stored_columns):
+        return float("inf")
+    return max(matrix_seconds(part, device, topology) for part in slices_of(matrix, size))
+
+
+def _blocks(nodes: Sequence[int], size: int) -> NDArray[np.int64]:
+    """``[blocks, size]``: the ranks of each node in blocks of this size, in order; what is left over has none."""
+    by_node: dict[int, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        by_node.setdefault(node, []).append(rank)
+    blocks = [ranks[start : start + size] for ranks in by_node.values() for start in range(0, len(ranks) - size + 1, size)]
+    return np.array(blocks, dtype=np.int64).reshape(-1, size)

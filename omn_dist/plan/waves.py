@@ -80,15 +80,20 @@ def assign_waves(
         queues[owners[index]].append(index)
     sizes = [matrix.num_elements for matrix in matrices]
     rounds, differences = _common_rounds(queues, tally.kinds.tolist())
-    # Where one matrix needs more than the budget, a quarter more on top often saves the ranks a whole wait for each other.
-    most = wave_bytes if wave_bytes < _LITERAL_BYTES else max(wave_bytes, tally.largest_round * 5 // 4)
+    most = wave_budget(wave_bytes, tally)
     weights = _weights(differences, costs, sizes)
-    sets = rounds + _fewest(lambda count: _by_share(differences, weights, count), tally, most, differences)
+    sets = rounds + fewest(lambda count: _by_share(differences, weights, count), tally, most, differences)
     sets.sort(key=lambda part: min(keys[index] for index in part))
     # The rank that holds most of a set decides how much room the set needs.
     room = [int(max(np.bincount([owners[index] for index in part], [sizes[index] for index in part]))) for part in sets]
-    waves = _fewest(lambda count: _spread(sets, room, count), tally, most, [list(range(len(sets)))])
+    waves = fewest(lambda count: _spread(sets, room, count), tally, most, [list(range(len(sets)))])
     return tuple(tuple(sorted(wave, key=lambda index: matrices[index].name)) for wave in waves)
+
+
+def wave_budget(wave_bytes: int, tally: Tally) -> int:
+    """The bytes that a wave may really need: small budgets literally, others at least what the largest matrix needs."""
+    # A quarter more on top often saves the ranks a whole wait for each other.
+    return wave_bytes if wave_bytes < _LITERAL_BYTES else max(wave_bytes, tally.largest_round * 5 // 4)
 
 
 def _by_layer(name: str) -> tuple[tuple[int, str], ...]:
@@ -112,7 +117,7 @@ def _common_rounds(queues: Sequence[Sequence[int]], kinds: Sequence[int]) -> tup
     return rounds, [[index for index in queue if index not in taken] for queue in queues]
 
 
-def _fewest(cut: Callable[[int], Waves], tally: Tally, budget: int, queues: Sequence[Sequence[int]]) -> Waves:
+def fewest(cut: Callable[[int], Waves], tally: Tally, budget: int, queues: Sequence[Sequence[int]]) -> Waves:
     """The cut into the smallest number of waves that needs no more than ``budget`` bytes, or else as few bytes as can be.
 
     Temporaries fall with the number of waves, down to those of the largest matrix: doubling until the budget holds, then
@@ -143,12 +148,15 @@ def _fewest(cut: Callable[[int], Waves], tally: Tally, budget: int, queues: Sequ
 
 
 def _spread(sets: Waves, room: Sequence[int], num_waves: int) -> Waves:
-    """Whole sets into waves of about equal room, neighbours together."""
+    """Whole sets into waves of about equal room, neighbours together; the first and the last get half as much.
+
+    The first gather and the last scatter have nothing to hide behind.
+    """
     waves: Waves = [[] for _ in range(num_waves)]
-    total, done = sum(room), 0
+    total, done = max(sum(room), 1), 0
     for part, needed in zip(sets, room, strict=True):
         # The middle of a set's room decides its wave.
-        waves[min((2 * done + needed) * num_waves // max(2 * total, 1), num_waves - 1)] += part
+        waves[min(((2 * done + needed) * (num_waves - 1) + total) // (2 * total), num_waves - 1)] += part
         done += needed
     return [wave for wave in waves if wave]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from omn_dist._state_bytes import format_state_bytes
+from omn_dist.algorithms.guards import guards_of
 from omn_dist.algorithms.newton_schulz import group_recipe
 from omn_dist.plan.devices import DEVICES, Device, device_by_name
 from omn_dist.plan.layout import SHARD_ROWS, Layout
@@ -43,6 +44,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--replicas", type=int, default=1, metavar="N", help="HSDP: copies of the sharded model (1)")
     command.add_argument("--tensor", type=int, default=1, metavar="N", help="tensor parallelism under FSDP2 (1)")
     command.add_argument(
+        "--teams", choices=("never", "auto"), help="teams of ranks on one matrix, where they pay (never, or what CONFIG says)"
+    )
+    command.add_argument(
         "--wave-mib", type=int, metavar="N", help="budget of a slot and of the stack (two of the largest matrices a rank, 1 to 64)"
     )
     command.add_argument("--json", action="store_true", help="rows as JSON on stdout, instead of tables")
@@ -60,6 +64,8 @@ def run(parsed: argparse.Namespace) -> int:
     topology = device.topology
     if parsed.ranks_per_node is not None:
         topology = dataclasses.replace(topology, ranks_per_node=_positive("--ranks-per-node", parsed.ranks_per_node))
+    if parsed.teams is not None:
+        options["teams"] = parsed.teams
     if parsed.wave_mib is not None:
         options["wave_bytes"] = _positive("--wave-mib", parsed.wave_mib) * 2**20
     setting = Setting(
@@ -67,6 +73,7 @@ def run(parsed: argparse.Namespace) -> int:
         topology=topology,
         algorithm=preset.algorithm,
         recipe=recipe,
+        guards=tuple(guards_of(dataclasses.asdict(preset))),
         wire_itemsize={"float32": 4, "bfloat16": 2}.get(preset.wire, recipe.input_dtype.itemsize),
         replicas=_positive("--replicas", parsed.replicas),
         tensor=_positive("--tensor", parsed.tensor),
@@ -115,7 +122,7 @@ def _models(parsed: argparse.Namespace) -> tuple[list[ModelShapes], Preset, dict
                 matrices[matrix.name] = (matrix.num_rows, matrix.num_columns)
             others += view.num_adamw_elements if view is not None else 0
     own = ModelShapes(name=Path(parsed.config).stem, matrices=matrices, num_other_elements=others, source=str(parsed.config))
-    options: dict[str, Any] = {"transport": config.optimizer.transport}
+    options: dict[str, Any] = {"transport": config.optimizer.transport, "teams": config.optimizer.teams}
     if config.optimizer.wave_bytes is not None:
         options["wave_bytes"] = config.optimizer.wave_bytes
     preset = resolve_preset(config.optimizer.preset, config.optimizer.overrides)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from omn_dist.plan.matrix import Matrix
 from omn_dist.plan.ownership import Plan, plan_matrices
 from omn_dist.plan.simulation import Timeline, simulate
 from omn_dist.plan.strategies import Strategy
-from omn_dist.plan.teams import TeamPlan, plan_teams
+from omn_dist.plan.teams import TeamChoice, choose_teams
 from omn_dist.plan.traffic import Transport
 from omn_dist.settings import SettingsError
 from omn_dist.studies.models import ModelShapes
@@ -36,6 +36,8 @@ class Setting:
     """What runs on the matrices: what rides on its messages counts."""
     recipe: Recipe = RECIPES["omn"]
     """Newton-Schulz: its steps and its form."""
+    guards: tuple[str, ...] = ()
+    """What guards updates: a matrix with a guard keeps one owner."""
     wire_itemsize: int = 4
     """Bytes of an element in flight."""
     wave_bytes: int | None = None
@@ -46,6 +48,8 @@ class Setting:
     """HSDP: copies of the sharded model. The ranks of all copies share the matrices."""
     tensor: int = 1
     """Tensor parallelism: ranks that cut outputs (or, after those, inputs) before FSDP2 shards rows."""
+    teams: Literal["never", "auto"] = "never"
+    """As the optimizer's option: whether plans have teams of ranks where those pay. Either way a row says what they would do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +60,14 @@ class Row:
     strategy: Strategy
     plan: Plan
     timeline: Timeline
-    teams: TeamPlan | None
-    """Where whole matrices leave the ranks uneven."""
+    teams: TeamChoice | None
+    """Where whole matrices leave the ranks uneven: what teams would do, or do in ``plan``."""
 
     def as_json(self) -> dict[str, Any]:
-        """The row as JSON types: bytes, seconds in milliseconds, FLOPs; ``bound`` is the least imbalance of whole matrices."""
+        """The row as JSON types: bytes, seconds in milliseconds, FLOPs.
+
+        ``bound`` is the least imbalance that these matrices, and slices where ``plan`` has teams, can have.
+        """
         plan = self.plan
         mean = float(plan.flops_by_rank.mean())
         row: dict[str, Any] = {
@@ -73,7 +80,7 @@ class Row:
             "gap": plan.gap,
             "wave_imbalance": plan.wave_imbalance,
             "waves": len(plan.waves),
-            "matrices": len(plan.matrices),
+            "matrices": plan.num_matrices,
             "flops_per_rank": int(plan.flops_by_rank.max()),
             "bytes_sent_per_rank": int(plan.bytes_sent_by_rank.max()),
             "temporary_bytes": plan.temporary_bytes,
@@ -83,14 +90,18 @@ class Row:
             "hash": plan.hash,
         }
         if self.teams is not None:
-            # Planned only: the exchange gives each matrix to one rank.
+            teamed = self.teams.teamed
             row["teams"] = {
-                "executed": False,
+                # Whether the other numbers of this row are those of a plan with teams.
+                "executed": bool(plan.teams),
                 "pays": self.teams.pays,
-                "imbalance": self.teams.imbalance,
-                "teams": self.teams.num_teams,
-                "newton_schulz_ms": 1e3 * self.teams.seconds,
-                "newton_schulz_ms_whole": 1e3 * self.teams.whole_seconds,
+                "teams": len(teamed.teams),
+                "imbalance": teamed.imbalance,
+                "wave_imbalance": teamed.wave_imbalance,
+                "bytes_sent_per_rank": int(teamed.bytes_sent_by_rank.max()),
+                "temporary_bytes": teamed.temporary_bytes,
+                "step_ms": 1e3 * self.teams.seconds,
+                "step_ms_whole": 1e3 * self.teams.whole_seconds,
             }
         return row
 
@@ -112,7 +123,7 @@ def _row(model: ModelShapes, world_size: int, strategy: Strategy, setting: Setti
         if key not in layouts:
             layouts[key] = _layout(*key, world_size, setting)
         whole = Matrix.whole(name, layouts[key], setting.recipe.schedule.num_steps)
-        matrices.append(whole.worked_by(setting.algorithm, setting.recipe))
+        matrices.append(whole.worked_by(setting.algorithm, setting.recipe, setting.guards))
     plan = plan_matrices(
         matrices,
         world_size,
@@ -121,15 +132,12 @@ def _row(model: ModelShapes, world_size: int, strategy: Strategy, setting: Setti
         transport=setting.transport,
         strategy=strategy,
     )
+    teams = None
+    if strategy == "flops" and plan.imbalance > _UNEVEN:
+        teams = choose_teams(plan, setting.device, setting.topology, num_adamw_elements=model.num_other_elements)
+        plan = teams.plan if setting.teams == "auto" else plan
     timeline = simulate(plan, setting.device, setting.topology, num_adamw_elements=model.num_other_elements)
-    uneven = strategy == "flops" and plan.imbalance > _UNEVEN
-    return Row(
-        model=model,
-        strategy=strategy,
-        plan=plan,
-        timeline=timeline,
-        teams=plan_teams(plan, setting.device, setting.topology) if uneven else None,
-    )
+    return Row(model=model, strategy=strategy, plan=plan, timeline=timeline, teams=teams)
 
 
 def _layout(shape: tuple[int, int], row_parallel: bool, world_size: int, setting: Setting) -> Layout:

@@ -23,7 +23,8 @@ HEADER = (
 
 LEGEND = """\
 max/mean    FLOPs of the busiest rank over the mean: 1 is perfect
-bound       the least max/mean that any assignment of whole matrices can have (proven), and gap: how far above it the plan is
+bound       the least max/mean that any assignment of these matrices (and slices, with teams) can have (proven), and gap: how far
+            above it the plan is
 by waves    the same when every wave waits for its slowest rank
 MiB sent    by the rank that sends most, in one step, to other ranks;  MiB temp: slots and stack of the rank that needs most
 step ms     predicted time of the whole optimizer step, AdamW included;  AdamW ms: if AdamW took all parameters
@@ -68,21 +69,15 @@ def format_table(rows: Sequence[Row]) -> str:
 
 
 def remarks(rows: Sequence[Row]) -> list[str]:
-    """What the numbers do not say themselves: where whole matrices are the limit, and whether teams would help."""
+    """What the numbers do not say themselves: where whole matrices are the limit, and whether teams help."""
     lines = []
     for row in rows:
         if row.teams is None:
             continue
-        plan, teams = row.plan, row.teams
-        start = f"# {plan.world_size} ranks: whole matrices end at {plan.imbalance:.3f} (bound by {plan.bound.reason})"
-        if teams.pays:
-            lines.append(
-                f"{start}; {teams.num_teams} matrices on teams of ranks would be balanced at {teams.imbalance:.3f} and take "
-                f"{1e3 * teams.seconds:.2f} instead of {1e3 * teams.whole_seconds:.2f} ms of Newton-Schulz (planned only: the "
-                "optimizer does not run teams)"
-            )
-        else:
-            lines.append(f"{start}; teams of ranks do not pay here: their collectives cost more than they save")
+        whole = row.teams.whole
+        start = f"# {whole.world_size} ranks: whole matrices end at {whole.imbalance:.3f} (bound by {whole.bound.reason})"
+        option = "" if row.teams.plan.teams == row.plan.teams else "; the optimizer's teams='auto' (here --teams auto) forms these"
+        lines.append(f"{start}; {row.teams}{option}")
     return lines
 
 

@@ -36,11 +36,17 @@ class OptimizerConfig:
     """Byte budget of the matrices in flight together; null: the optimizer's own default."""
     transport: Literal["all_to_all", "all_gather"] = "all_to_all"
     """How shards reach owners and return; the bits of the result are the same."""
+    overlap_backward: bool = False
+    """Let directions leave for their owners while the last backward of a window goes on: the same bits, more memory."""
+    teams: Literal["never", "auto"] = "never"
+    """``auto``: teams of ranks work on one matrix where that is predicted to pay; other last bits than ``never``."""
 
     def __post_init__(self) -> None:
         _require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "a number of at least 0")
         if self.wave_bytes is not None:
             _require(self.wave_bytes > 0, "optimizer.wave_bytes", self.wave_bytes, "a positive number of bytes or null")
+        if self.overlap_backward:
+            _require(self.transport == "all_to_all", "optimizer.transport", self.transport, "all_to_all with overlap_backward")
         try:
             resolve_preset(self.preset, self.overrides)
         except SettingsError as error:

@@ -100,7 +100,7 @@ class _Trainer:
         run, config, clock = self._run, self._config, self._clock
         run.optimizer.zero_grad()
         started = time.perf_counter()
-        loss = accumulate_window(run.model, run.checks.train, config, self._ranks, clock.windows)
+        loss = accumulate_window(run.model, run.optimizer, run.checks.train, config, self._ranks, clock.windows)
         verdict = judge_window(run.groups, loss, stop=self._stop.requested)
         judged = time.perf_counter()
         if not verdict.accepted:

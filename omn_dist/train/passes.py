@@ -1,18 +1,23 @@
 """Forward and backward passes over this rank's share of a global batch."""
 
+from contextlib import nullcontext
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from omn_dist.models import LanguageModel
+from omn_dist.optimizer import DualOptimizer
 from omn_dist.train.config import RunConfig
 from omn_dist.train.data import BatchSource, rank_share
 from omn_dist.train.precision import forward_context
 from omn_dist.train.ranks import Ranks
 
 
-def accumulate_window(model: LanguageModel, source: BatchSource, config: RunConfig, ranks: Ranks, window: int) -> Tensor:
+def accumulate_window(
+    model: LanguageModel, optimizer: DualOptimizer, source: BatchSource, config: RunConfig, ranks: Ranks, window: int
+) -> Tensor:
     """Forward and backward over all micro-batches of a window; gradients of the mean loss end in the sharded ``grad``.
 
     Every sequence has the same number of targets, so the mean of the micro-batches' means is the mean over tokens;
@@ -32,7 +37,8 @@ def accumulate_window(model: LanguageModel, source: BatchSource, config: RunConf
         root.set_requires_gradient_sync(last)
         root.set_is_last_backward(last)
         loss = _loss(model, source, config, ranks, first + position * micro_batch) / num_passes
-        loss.backward()  # type: ignore[no-untyped-call]
+        with optimizer.overlap_backward() if last and config.optimizer.overlap_backward else nullcontext():
+            loss.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
     return total
 

@@ -38,6 +38,8 @@ _REPORTED = (
     "batch.max_consecutive_rejected",
     "optimizer.wave_bytes",
     "optimizer.transport",
+    "optimizer.overlap_backward",
+    "optimizer.teams",
     "model.activation_checkpointing",
     "reshard_after_forward",
     "device",

@@ -96,7 +96,7 @@ def build_groups(config: RunConfig, model: nn.Module) -> list[dict[str, Any]]:
 def build_optimizer(config: RunConfig, model: LanguageModel) -> DualOptimizer:
     """The dual optimizer of a model. All ranks must call: they compare their plans."""
     settings = config.optimizer
-    options: dict[str, Any] = dict(settings.overrides) | {"transport": settings.transport}
+    options: dict[str, Any] = dict(settings.overrides) | {"transport": settings.transport, "teams": settings.teams}
     if settings.wave_bytes is not None:
         options["wave_bytes"] = settings.wave_bytes
     return DualOptimizer(build_groups(config, model), preset=settings.preset, **options)

@@ -64,6 +64,7 @@ def test_explicit_zeros_are_kept(tiny: Path) -> None:
         ("optimizer.preset=omm", "did you mean 'omn'"),
         ("optimizer.overrides.adam_lr=1", "did you mean 'adamw_lr'"),
         ("optimizer.transport=all_to_al", "did you mean 'all_to_all'"),
+        ("optimizer.teams=aut", "did you mean 'auto'"),
         ("batch.global_batch=many", "batch.global_batch: found 'many', expected int"),
         ("batch.micro_batch=0", "batch.micro_batch: found 0"),
         ("checkpoint.keep=0", "checkpoint.keep: found 0"),

@@ -16,6 +16,7 @@ from omn_dist.exchange.route import Passage, wave_route
 from omn_dist.plan import Layout, Matrix, Plan, plan_matrices
 from omn_dist.plan.cost import newton_schulz_flops
 from omn_dist.plan.layout import SHARD_ROWS, Segment
+from omn_dist.plan.slices import with_teams
 
 OMN_1_BLOCK = {
     "q": (2048, 2048),
@@ -211,6 +212,24 @@ def _exchange(plan: Plan, wave: int, wholes: list[np.ndarray]) -> None:
 @given(shapes, world_sizes, budgets, st.sampled_from([2, 4]))
 def test_routes_bring_every_element_to_its_owner_and_back(found, world_size, budget, itemsize) -> None:  # type: ignore[no-untyped-def]
     plan = plan_ownership(_named(found), world_size, wave_bytes=budget, wire_itemsize=itemsize)
+    wholes = [
+        np.arange(matrix.num_elements, dtype=np.float64).reshape(matrix.num_rows, matrix.num_columns) + 7 * index
+        for index, matrix in enumerate(plan.matrices)
+    ]
+    for wave in range(len(plan.waves)):
+        _exchange(plan, wave, wholes)
+
+
+@settings(max_examples=30, deadline=None)
+@given(shapes, st.integers(2, 6), budgets, st.sampled_from([2, 4]), st.randoms(use_true_random=False))
+def test_routes_bring_every_slice_to_its_owner_and_back(found, world_size, budget, itemsize, random) -> None:  # type: ignore[no-untyped-def]
+    plan = plan_ownership(_named(found), world_size, wave_bytes=budget, wire_itemsize=itemsize)
+    teams = {
+        matrix.name: sorted(random.sample(range(world_size), min(world_size, matrix.num_elements)))
+        for matrix in plan.matrices[::2]
+        if max(matrix.num_rows, matrix.num_columns) >= world_size
+    }
+    plan = with_teams(plan, teams)
     wholes = [
         np.arange(matrix.num_elements, dtype=np.float64).reshape(matrix.num_rows, matrix.num_columns) + 7 * index
         for index, matrix in enumerate(plan.matrices)

@@ -1,9 +1,8 @@
-"""Cost, simulation, teams, models and the plan command: numbers that follow by hand, pictures that are written, clear mistakes."""
+"""Cost, simulation, models and the plan command: numbers that follow by hand, pictures that are written, clear mistakes."""
 
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -12,7 +11,6 @@ from omn_dist.plan import plan_ownership
 from omn_dist.plan.cost import newton_schulz_flops, newton_schulz_seconds
 from omn_dist.plan.devices import DEVICES, Device, Topology
 from omn_dist.plan.simulation import simulate
-from omn_dist.plan.teams import plan_teams, team_seconds
 from omn_dist.settings import SettingsError
 from omn_dist.studies.calibration import calibrate, save_calibration
 from omn_dist.studies.models import MODELS, load_model
@@ -94,39 +92,6 @@ def test_a_step_is_never_shorter_than_its_busiest_rank_or_longer_than_lockstep()
         assert seconds <= plan.wave_imbalance * plan.flops_by_rank.mean() * (1 + 1e-12)
 
 
-def test_a_team_divides_products_and_pays_for_collectives() -> None:
-    alone = newton_schulz_seconds(8, 32, 5, UNIT, 4)
-    assert team_seconds(8, 32, 5, 1, UNIT, SLOW, 4) == alone
-    fast = Topology(**{**vars(SLOW), "inside_bytes_per_second": 1e30})
-    tiny = newton_schulz_seconds(1, 1, 5, UNIT, 4)
-    assert team_seconds(8, 32, 5, 2, UNIT, fast, 4) == pytest.approx(tiny + (alone - tiny) / 2)
-    # Three collectives a step of 8 x 8 x 4 bytes, half of which travel, at 2 bytes a second.
-    assert team_seconds(8, 32, 5, 2, UNIT, SLOW, 4) - team_seconds(8, 32, 5, 2, UNIT, fast, 4) == pytest.approx(5 * 3 * 64)
-
-
-@pytest.mark.parametrize(("world_size", "device", "most"), [(64, "cpu", 1.10), (256, "cpu", 1.25), (256, "h100", 1.25)])
-def test_teams_balance_omn_1_beyond_whole_matrices(world_size: int, device: str, most: float) -> None:
-    plan = plan_ownership(load_model("omn1").matrices, world_size)
-    teams = plan_teams(plan, DEVICES[device])
-    assert teams.pays
-    assert teams.imbalance <= most < plan.imbalance
-    per_node = DEVICES[device].topology.ranks_per_node
-    by_rank = np.zeros(world_size)
-    for matrix, team in zip(plan.matrices, teams.teams, strict=True):
-        assert len(set(team)) == len(team) >= 1
-        assert len({rank // per_node for rank in team}) == 1
-        by_rank[list(team)] += matrix.flops / len(team)
-    assert by_rank.tolist() == pytest.approx(teams.flops_by_rank.tolist())
-
-
-def test_teams_that_do_not_pay_are_not_formed() -> None:
-    plan = plan_ownership(load_model("omn1").matrices, 64)
-    teams = plan_teams(plan, DEVICES["h100"])
-    assert not teams.pays
-    assert teams.num_teams == 0
-    assert teams.imbalance == plan.imbalance
-
-
 # Parameters as published on the models' pages, in billions (DeepSeek-V3: without its prediction layer).
 PUBLISHED = {
     "omn1": 1.503200256,
@@ -192,9 +157,17 @@ def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         assert min(row["bytes_sent_per_rank"], row["temporary_bytes"], row["step_ms"]) > 0
     assert rows[0]["imbalance"] <= 1.003
     assert rows[1]["imbalance"] == rows[1]["bound"] == pytest.approx(1.14707, abs=1e-5)
-    # A balance that nothing can run is marked as such.
-    assert rows[2]["teams"]["executed"] is False
+    # What the option would do stands beside what the plan without it does.
+    assert [(row["teams"]["executed"], row["teams"]["pays"]) for row in rows[1:]] == [(False, False), (False, True)]
     assert rows[2]["teams"]["imbalance"] <= 1.25 < rows[2]["imbalance"]
+    assert rows[2]["step_ms"] == rows[2]["teams"]["step_ms_whole"] > rows[2]["teams"]["step_ms"]
+    assert main(["plan", "--model", "omn1", "--ranks", "64,256", "--teams", "auto", "--json"]) == 0
+    few, many = json.loads(capsys.readouterr().out)
+    assert few == rows[1]
+    assert many["teams"] == {**rows[2]["teams"], "executed": True}
+    for key in ("imbalance", "wave_imbalance", "bytes_sent_per_rank", "temporary_bytes", "step_ms"):
+        assert many[key] == many["teams"][key], key
+    assert many["matrices"] == 196
 
 
 def test_plan_writes_tables_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
