@@ -8,7 +8,7 @@ import platform
 import statistics
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -85,6 +85,15 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def slowest_machine(spans: Iterable[Sequence[float]]) -> float:
+    """Of (machine, start, end) of every rank: the longest time from a machine's first start to its last end."""
+    by_machine: dict[float, tuple[float, float]] = {}
+    for machine, start, end in spans:
+        first, last = by_machine.get(machine, (start, end))
+        by_machine[machine] = (min(first, start), max(last, end))
+    return max(last - first for first, last in by_machine.values())
+
+
 class _Stopwatch:
     """Medians over repeats of the slowest rank's seconds.
 
@@ -116,11 +125,7 @@ class _Stopwatch:
         mine = torch.tensor([machine, start, end], dtype=torch.float64, device=self._device)
         everybody = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(everybody, mine)
-        spans: dict[float, tuple[float, float]] = {}
-        for key, began, ended in (rank.tolist() for rank in everybody):
-            first, last = spans.get(key, (began, ended))
-            spans[key] = (min(first, began), max(last, ended))
-        return max(last - first for first, last in spans.values())
+        return slowest_machine([rank.tolist() for rank in everybody])
 
     def _ready(self) -> None:
         self._synchronize()
