@@ -7,13 +7,16 @@ switched from step to step, interleaved in one run; times are those of the slowe
 - *pipeline on*: as it is;
 - *pipeline off*: the same waves, each collective waited for at once;
 - *compute alone*: the same work on what an earlier step left in the buffers, nothing on the wire;
-- *collectives alone*: those of one step, one after the other.
+- *collectives alone*: those of one step, one after the other;
+- *backward alone*, and *backward, gathers in it, step*: gradients come one after the other, from the last layer to the first, each
+  after the products that the backward of its layer takes for 1,024 tokens; with ``overlap_backward`` and the step in the second.
 
 *Exposed* is a step less compute alone; the *cost* of communication is what is exposed with the pipeline off, and *hidden* is the
-part of it that is not exposed with the pipeline on, round by round. *Could hide* is the most that Newton-Schulz is long enough
-for: of each wave the lesser of its Newton-Schulz and the collectives that are in flight beside it. *waits* are the times
-that the optimizer stands still for collectives, or for the other rank: what is hidden of them does not depend on how fast the
-machine happens to compute, but leaves out what communication takes of the cores. *cpu* are the times of all threads.
+part of it that is not exposed with the pipeline on, round by round; with gathers in backward, the backward alone is taken off as
+well. *Could hide* is the most that Newton-Schulz is long enough for: of each wave the lesser of its Newton-Schulz and the
+collectives that are in flight beside it. *waits* are the times that the optimizer stands still for collectives, or for the other
+rank: what is hidden of them does not depend on how fast the machine happens to compute, but leaves out what communication takes
+of the cores. *cpu* are the times of all threads.
 
     python benchmarks/exposed.py [--rate 1gbit] [--preset torch] [--wave-mib 4] [--rounds 15] [--json] [--picture exposed.png]
 
@@ -43,7 +46,15 @@ from omn_dist import DualOptimizer
 from omn_dist.exchange import pipeline
 from omn_dist.exchange.transport import Pending, WaveTransport
 
-MODES = ON, OFF, COMPUTE, COLLECTIVES = "pipeline on", "pipeline off", "compute alone", "collectives alone"
+MODES = ON, OFF, COMPUTE, COLLECTIVES, BACKWARD, EARLY = (
+    "pipeline on",
+    "pipeline off",
+    "compute alone",
+    "collectives alone",
+    "backward alone",
+    "backward, gathers in it, step",
+)
+NUM_TOKENS = 1024
 
 
 class Span(NamedTuple):
@@ -97,7 +108,7 @@ class Switch(WaveTransport):
         if self.mode == COMPUTE:
             return Pending()
         pending = _Waiting(getattr(self._transport, way)(number, sent, received), self._stamps, f"wait_{way}({number})")
-        if self.mode == ON:
+        if self.mode in (ON, EARLY):
             return pending
         pending.wait()
         return Pending()
@@ -148,8 +159,17 @@ def measure(preset: str, wave_bytes: int | None, num_layers: int, num_rounds: in
     groups = [{"params": parameters, "param_names": list(matrices), "algorithm": "muon"}]
     optimizer = DualOptimizer(groups, preset=preset, wave_bytes=wave_bytes)
     (switch,) = switches
+    gradients = [parameter.detach().to_local().clone() for parameter in parameters]
     for parameter in parameters:
         parameter.grad = parameter.detach().clone()
+
+    def backward() -> None:
+        optimizer.zero_grad()
+        for parameter, gradient in reversed(list(zip(parameters, gradients, strict=True))):
+            # Of the inputs and of the weight; whose values do not matter.
+            weight, tokens = torch.zeros(parameter.shape).bfloat16(), torch.zeros(NUM_TOKENS, parameter.shape[0]).bfloat16()
+            (tokens.mT @ (tokens @ weight)).sum().item()
+            (parameter.to_local() * gradient).sum().backward()
 
     def once(mode: str) -> Once:
         switch.mode, stamps.spans = mode, []
@@ -157,6 +177,12 @@ def measure(preset: str, wave_bytes: int | None, num_layers: int, num_rounds: in
         start, busy = time.perf_counter(), time.process_time()
         if mode == COLLECTIVES:
             switch.run_collectives()
+        elif mode == BACKWARD:
+            backward()
+        elif mode == EARLY:
+            with optimizer.overlap_backward():
+                backward()
+            optimizer.step()
         else:
             optimizer.step()
         seconds, busy = time.perf_counter() - start, time.process_time() - busy
@@ -195,7 +221,16 @@ def table(rounds: Sequence[dict[str, Once]]) -> list[dict[str, Any]]:
     cost = [off - compute for off, compute in zip(times(OFF), times(COMPUTE), strict=True)]
     exposed = [on - compute for on, compute in zip(times(ON), times(COMPUTE), strict=True)]
     hidden = [off - on for off, on in zip(times(OFF), times(ON), strict=True)]
-    for name, seconds in (("cost", cost), ("exposed", exposed), ("hidden", hidden), ("could hide", could_hide)):
+    early = [
+        both - backward - compute for both, backward, compute in zip(times(EARLY), times(BACKWARD), times(COMPUTE), strict=True)
+    ]
+    for name, seconds in (
+        ("cost", cost),
+        ("exposed", exposed),
+        ("exposed, gathers in backward", early),
+        ("hidden", hidden),
+        ("could hide", could_hide),
+    ):
         rows.append({"name": name, **summary(seconds), **_share(seconds, cost)})
     waits = [of_mode[OFF].waits for of_mode in rounds]
     unwaited = [of_mode[OFF].waits - of_mode[ON].waits for of_mode in rounds]

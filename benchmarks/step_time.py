@@ -32,15 +32,17 @@ def contenders() -> Optimizers:
     """Everything that is installed."""
     names = list(MATRICES)
 
-    def ours(**options: Any) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+    def ours(algorithm: str = "muon", **options: Any) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
         return lambda parameters: DualOptimizer(
-            [{"params": parameters, "param_names": names, "algorithm": "muon"}], preset="torch", **options
+            [{"params": parameters, "param_names": names, "algorithm": algorithm}], preset="torch", **options
         )
 
     found: Optimizers = {
         "omn_dist": (ours(), True),
         "omn_dist, batched": (ours(deterministic=False), True),
         "torch.optim.Muon": (lambda parameters: torch.optim.Muon(parameters), True),
+        "omn_dist, all AdamW": (ours("adamw"), False),
+        "omn_dist, all AdamW, batched": (ours("adamw", deterministic=False), False),
         "torch.optim.AdamW, fused": (lambda parameters: torch.optim.AdamW(parameters, fused=True), False),
     }
     if importlib.util.find_spec("muon_fsdp2"):
