@@ -119,7 +119,8 @@ def measure_ranks(rank: int, world_size: int, store: str, out: str, num_steps: i
         others = model.embedding.weight.numel()
 
         def predict(plan: Plan = plan, others: int = others) -> float:
-            device = calibrate(torch.device("cpu"), repeats=1)
+            num_elements = (others + sum(matrix.num_elements for matrix in plan.matrices)) // world_size
+            device = calibrate(torch.device("cpu"), repeats=1, num_elements=num_elements)
             return simulate(plan, device, num_adamw_elements=others).seconds
 
         for _ in range(2):

@@ -10,9 +10,12 @@ from omn_dist.plan.devices import Device, Topology
 CostForm = Literal["standard", "cubic", "gram"]
 """What runs at the owner, as far as its cost goes; a cubic step needs no square of the Gram matrix."""
 
-# Kernels of one step, and around the steps (cast, two norms, two divisions, transposes).
+# Kernels of one step, and around the steps (cast, two norms, two divisions, transposes); and calls that make views (counted: the
+# transpose of each iterate, working memory and the matrix in its stack).
 _LAUNCHES_A_STEP = 3
 _LAUNCHES_AROUND = 8
+_VIEWS_A_STEP = 1
+_VIEWS_AROUND = 12
 # Collectives of a team beside its steps: whether there is a gradient, and the numbers of the normalisation.
 _TEAM_NUMBERS = 2
 
@@ -67,7 +70,7 @@ def cost_form(recipe: Recipe, num_rows: int, num_columns: int) -> CostForm:
 def newton_schulz_seconds(
     num_rows: int, num_columns: int, num_steps: int, device: Device, itemsize: int, form: CostForm = "standard"
 ) -> float:
-    """Seconds of one matrix on one device: kernels to launch, products, and bytes to move through memory.
+    """Seconds of one matrix on one device: kernels to launch, views to make, products, and bytes to move through memory.
 
     A step reads and writes about 4 s l + 5 s^2 elements. Products run at the device's rate, which falls for short sides.
     """
@@ -76,6 +79,7 @@ def newton_schulz_seconds(
     num_bytes = itemsize * (num_steps * (4 * short * long + 5 * short * short) + 4 * short * long)
     return (
         (_LAUNCHES_A_STEP * num_steps + _LAUNCHES_AROUND) * device.launch_seconds
+        + (_VIEWS_A_STEP * num_steps + _VIEWS_AROUND) * device.view_seconds
         + flops / device.matmul_rate(short, itemsize)
         + num_bytes / device.memory_bytes_per_second
     )
@@ -103,6 +107,7 @@ def slice_seconds(
     num_bytes = itemsize * (num_steps * (4 * short * width + 6 * short * short) + 4 * short * width)
     return (
         (2 * _LAUNCHES_A_STEP * num_steps + _LAUNCHES_AROUND) * device.launch_seconds
+        + (2 * _VIEWS_A_STEP * num_steps + _VIEWS_AROUND) * device.view_seconds
         + products
         + num_bytes / device.memory_bytes_per_second
         + collectives * topology.latency_seconds * math.ceil(math.log2(size))

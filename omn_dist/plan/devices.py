@@ -47,8 +47,14 @@ class Device:
     """Elementwise work: bytes read and written."""
     launch_seconds: float
     """Host time of one kernel or small operation."""
+    view_seconds: float = 0.0
+    """Host time of a call that makes a view of a tensor. None where the host runs ahead of its device."""
     overlaps: bool = True
     """Whether communication leaves computation alone. On CPUs both need the same cores."""
+    ranks_per_core: float = 1.0
+    """CPU ranks that share a core. Rates are those with all of them busy: while some wait, the others are faster."""
+    fused_adamw: bool = True
+    """Whether AdamW goes through memory once, or once for each of its operations, as a deterministic one on CPUs."""
     topology: Topology
     """The network that usually comes with it."""
     source: str = ""
@@ -97,8 +103,10 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
             bfloat16_flops_per_second=4.5e11,
             half_rate_side=64,
             memory_bytes_per_second=8e9,
-            launch_seconds=5e-6,
+            launch_seconds=3e-6,
+            view_seconds=3e-6,
             overlaps=False,
+            fused_adamw=False,
             topology=Topology(
                 ranks_per_node=64, inside_bytes_per_second=1.5e9, between_bytes_per_second=1.2e9, latency_seconds=2e-4
             ),

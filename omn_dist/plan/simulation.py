@@ -15,11 +15,18 @@ from omn_dist.plan.ownership import Plan
 from omn_dist.plan.tally import Tally
 
 Seconds = NDArray[np.float64]
-Activity = Literal["prepare", "adamw", "wait", "unpack", "orthogonalize", "apply", "gather", "scatter"]
+Activity = Literal["prepare", "adamw", "wait", "unpack", "orthogonalize", "pack", "apply", "gather", "scatter"]
 
-# fp32 numbers read and written for one element: gradient, momentum -> direction; update, gradient, momentum, parameter -> momentum,
-# parameter; and AdamW: gradient, two moments, parameter -> two moments, parameter.
-_PREPARE_BYTES, _UNPACK_BYTES, _APPLY_BYTES, _ADAMW_BYTES = 3 * 4, 2 * 4, 6 * 4, 7 * 4
+# Bytes of fp32 numbers read and written for one element. Prepare: gradient, momentum -> momentum, direction; unpack and pack: a
+# copy; apply: parameter, update -> parameter. AdamW fused: gradient, two moments, parameter -> two moments, parameter; in seven
+# calls (lerp, mul, addcmul, sqrt, div, add, addcdiv), what each of them reads and writes.
+_PREPARE_BYTES, _COPY_BYTES, _APPLY_BYTES = 4 * 4, 2 * 4, 3 * 4
+_FUSED_ADAMW_BYTES, _ADAMW_BYTES = 7 * 4, 18 * 4
+_ADAMW_LAUNCHES = 10
+# Counted for one rectangle: kernels, and calls without one of their own, which are views and the copies of one foreach call.
+_PREPARE_CALLS, _UNPACK_CALLS, _PACK_CALLS, _APPLY_CALLS = (5, 9), (0, 3), (1, 2), (2, 5)
+_SETUP_VIEWS = 18
+"""Of one matrix before its direction: its local shard, gradient and state, and checks that take as long as so many views."""
 
 
 class Event(NamedTuple):
@@ -59,15 +66,16 @@ class Timeline:
 class _Clock:
     """The time of every rank, and of the network that they share."""
 
-    def __init__(self, world_size: int, overlaps: bool) -> None:
+    def __init__(self, world_size: int, device: Device, ranks_per_node: int) -> None:
         self.now: Seconds = np.zeros(world_size)
         self.events: list[Event] = []
         self._network = 0.0
-        self._overlaps = overlaps
+        self._device = device
+        self._ranks_per_node = ranks_per_node
 
     def work(self, activity: Activity, wave: int, seconds: Seconds | float) -> None:
         start = self.now
-        self.now = start + seconds
+        self.now = start + shared_cores(np.broadcast_to(seconds, start.shape), self._device.ranks_per_core, self._ranks_per_node)
         self.events.append(Event(activity, wave, start, self.now))
 
     def launch(self, activity: Activity, wave: int, seconds: float) -> float:
@@ -76,7 +84,7 @@ class _Clock:
         self._network = start + seconds
         begin, end = np.full_like(self.now, start), np.full_like(self.now, self._network)
         self.events.append(Event(activity, wave, begin, end))
-        if not self._overlaps:
+        if not self._device.overlaps:
             # The ranks' own cores carry the messages.
             self.now = self.now + seconds
         return self._network
@@ -85,6 +93,22 @@ class _Clock:
         start = self.now
         self.now = np.maximum(start, until)
         self.events.append(Event("wait", wave, start, self.now))
+
+
+def shared_cores(seconds: Seconds, ranks_per_core: float, ranks_per_node: int) -> Seconds:
+    """When work ends that all ranks start together, and that would take ``seconds`` with all ranks of a node busy to the end.
+
+    Those that still work share the cores of those that are done, up to a core each.
+    """
+    if ranks_per_core <= 1:
+        return seconds
+    ends = np.empty_like(seconds)
+    for first in range(0, len(seconds), ranks_per_node):
+        node = seconds[first : first + ranks_per_node]
+        order = np.argsort(node)
+        faster = np.minimum(ranks_per_core, len(node) / np.arange(len(node), 0, -1))
+        ends[first + order] = np.cumsum(np.diff(node[order], prepend=0.0) / faster)
+    return ends
 
 
 def simulate(plan: Plan, device: Device, topology: Topology | None = None, *, num_adamw_elements: int = 0) -> Timeline:
@@ -106,47 +130,72 @@ def simulate(plan: Plan, device: Device, topology: Topology | None = None, *, nu
     tally = Tally(plan.matrices, plan.owners, world_size, plan.wire_itemsize)
     traffic = tally.traffic(plan.waves)
     transform = _transform_seconds(plan, device, topology)
-    memory, launch = device.memory_bytes_per_second, device.launch_seconds
     # Without the flags, which are few.
     sent = traffic.gather_sent / plan.wire_itemsize
     received = traffic.gather_received / plan.wire_itemsize
+    packed = traffic.scatter_sent / plan.wire_itemsize
     returned = traffic.scatter_received / plan.wire_itemsize
     owned = traffic.stack / plan.wire_itemsize
     own = np.maximum(owned - received, 0.0)
-    parts = tally.parts(plan.waves)
+    own_parts = np.zeros_like(traffic.stack)
+    messages = np.zeros_like(traffic.stack)
+    for number, indices in enumerate(plan.waves):
+        for index in indices:
+            own_parts[number, plan.owners[index]] += 1
+            messages[number, plan.owners[index]] += max(tally.num_holders(index) - 1, 0)
+    other_parts = np.maximum(tally.parts(plan.waves) - own_parts, 0)
+
+    def elementwise(elements: Seconds, num_bytes: int, parts: NDArray[np.int64], calls: tuple[int, int]) -> Seconds:
+        kernels, views = calls
+        a_part = kernels * device.launch_seconds + views * device.view_seconds
+        return elements * num_bytes / device.memory_bytes_per_second + parts * a_part
+
+    adamw_bytes = _FUSED_ADAMW_BYTES if device.fused_adamw else _ADAMW_BYTES
+
+    def adamw(elements: int) -> float:
+        seconds = elements / world_size * adamw_bytes / device.memory_bytes_per_second
+        return seconds + _ADAMW_LAUNCHES * device.launch_seconds
+
     all_elements = sum(matrix.num_elements for matrix in plan.matrices) + num_adamw_elements
 
     def exchange(out: NDArray[np.int64], back: NDArray[np.int64]) -> float:
         return topology.exchange_seconds(float(max(out.max(), back.max())), world_size)
 
-    clock = _Clock(world_size, device.overlaps)
+    clock = _Clock(world_size, device, topology.ranks_per_node)
 
     def gather(wave: int) -> float:
-        clock.work("prepare", wave, sent[wave] * _PREPARE_BYTES / memory + parts[wave] * 4 * launch)
+        clock.work("prepare", wave, elementwise(sent[wave], _PREPARE_BYTES, other_parts[wave], _PREPARE_CALLS))
         return clock.launch("gather", wave, exchange(traffic.gather_sent[wave], traffic.gather_received[wave]))
 
     def apply(wave: int) -> None:
-        clock.work("apply", wave, returned[wave] * _APPLY_BYTES / memory + parts[wave] * 4 * launch)
+        clock.work("apply", wave, elementwise(returned[wave], _APPLY_BYTES, other_parts[wave], _APPLY_CALLS))
 
     num_waves = len(plan.waves)
+    clock.work("prepare", 0, len(plan.matrices) * _SETUP_VIEWS * device.view_seconds)
     gathered = gather(0) if num_waves else 0.0
-    clock.work("adamw", 0, num_adamw_elements / world_size * _ADAMW_BYTES / memory + 10 * launch)
+    clock.work("adamw", 0, adamw(num_adamw_elements))
     scattered = 0.0
     for wave in range(num_waves):
         clock.wait(wave, gathered)
-        clock.work("unpack", wave, (owned[wave] * _UNPACK_BYTES + own[wave] * _PREPARE_BYTES) / memory)
+        clock.work(
+            "unpack",
+            wave,
+            elementwise(received[wave], _COPY_BYTES, messages[wave], _UNPACK_CALLS)
+            + elementwise(own[wave], _PREPARE_BYTES, own_parts[wave], _PREPARE_CALLS),
+        )
         if wave + 1 < num_waves:
             gathered = gather(wave + 1)
         clock.work("orthogonalize", wave, transform[wave])
         if wave:
             clock.wait(wave - 1, scattered)
             apply(wave - 1)
+        clock.work("pack", wave, elementwise(packed[wave], _COPY_BYTES, messages[wave], _PACK_CALLS))
         scattered = clock.launch("scatter", wave, exchange(traffic.scatter_sent[wave], traffic.scatter_received[wave]))
-        clock.work("apply", wave, own[wave] * _APPLY_BYTES / memory)
+        clock.work("apply", wave, elementwise(own[wave], _APPLY_BYTES, own_parts[wave], _APPLY_CALLS))
     if num_waves:
         clock.wait(num_waves - 1, scattered)
         apply(num_waves - 1)
-    return Timeline(tuple(clock.events), all_elements / world_size * _ADAMW_BYTES / memory + 10 * launch)
+    return Timeline(tuple(clock.events), adamw(all_elements))
 
 
 def matrix_seconds(matrix: Matrix, device: Device, topology: Topology) -> float:

@@ -74,6 +74,10 @@ class Tally:
             needed.append(messages.stack_bytes)
         return max(needed)
 
+    def num_holders(self, index: int) -> int:
+        """Ranks that hold a part of the matrix."""
+        return int(np.count_nonzero(self._messages[self.kinds[index]].gather))
+
     def parts(self, waves: Sequence[Sequence[int]]) -> Integers:
         """``[waves, world_size]``: of how many matrices of each wave each rank holds a part."""
         found = np.zeros((len(waves), self._world_size), dtype=np.int64)

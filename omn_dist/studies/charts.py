@@ -13,6 +13,7 @@ _COLORS = {
     "adamw": "#74c476",
     "unpack": "#c6dbef",
     "orthogonalize": "#3182bd",
+    "pack": "#9e9ac8",
     "apply": "#6baed6",
     "wait": "#e6550d",
 }

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,9 +11,9 @@ from omn_dist.cli import main
 from omn_dist.plan import plan_ownership
 from omn_dist.plan.cost import newton_schulz_flops, newton_schulz_seconds
 from omn_dist.plan.devices import DEVICES, Device, Topology
-from omn_dist.plan.simulation import simulate
+from omn_dist.plan.simulation import shared_cores, simulate
 from omn_dist.settings import SettingsError
-from omn_dist.studies.calibration import calibrate, save_calibration
+from omn_dist.studies.calibration import calibrate, save_calibration, slowest_machine
 from omn_dist.studies.models import MODELS, load_model
 from omn_dist.studies.study import Setting, study
 
@@ -36,6 +37,9 @@ def test_seconds_add_launches_products_and_memory() -> None:
     # 5 steps of 3 kernels, and 8 around them.
     launching = Device(**{**vars(UNIT), "launch_seconds": 1.0})
     assert newton_schulz_seconds(4, 8, 5, launching, 4) == flops + 23
+    # A transpose a step, and 12 other views.
+    viewing = Device(**{**vars(UNIT), "view_seconds": 1.0})
+    assert newton_schulz_seconds(4, 8, 5, viewing, 4) == flops + 17
     half = Device(**{**vars(UNIT), "half_rate_side": 4.0})
     assert newton_schulz_seconds(4, 8, 5, half, 4) == 2 * flops
 
@@ -50,6 +54,48 @@ def test_exchange_takes_the_slower_network() -> None:
 def test_a_step_of_one_rank_is_its_products() -> None:
     plan = plan_ownership({"a": (4, 8), "b": (8, 8)}, 1)
     assert simulate(plan, UNIT).seconds == plan.flops_by_rank.sum()
+
+
+def test_a_step_makes_calls_for_every_part() -> None:
+    products = float(plan_ownership({"a": (8, 8)}, 1).flops_by_rank.sum())
+
+    def seconds(world_size: int, **fields: float) -> float:
+        free = Topology(**{**vars(SLOW), "inside_bytes_per_second": 1e30})
+        return simulate(plan_ownership({"a": (8, 8)}, world_size), Device(**{**vars(UNIT), **fields}), free).seconds - products
+
+    # Ten of AdamW; prepare, Newton-Schulz, apply.
+    assert seconds(1, launch_seconds=1.0) == pytest.approx(10 + 5 + 23 + 2)
+    # Setting up the matrix first.
+    assert seconds(1, view_seconds=1.0) == pytest.approx(18 + 9 + 17 + 5)
+    # The owner waits for the other's part, unpacks and packs it, applies its own; the other applies its part at that time.
+    assert seconds(2, view_seconds=1.0) == pytest.approx(18 + 9 + (3 + 9) + 17 + 2 + 5)
+
+
+def test_a_step_reads_and_writes_what_its_kernels_do() -> None:
+    plan = plan_ownership({"a": (8, 8)}, 1)
+    slow = Device(**{**vars(UNIT), "memory_bytes_per_second": 1.0})
+    transform = newton_schulz_seconds(8, 8, 5, slow, 4)
+    # Prepare moves four numbers an element, apply three; fused AdamW seven, AdamW in single operations eighteen.
+    assert simulate(plan, slow).seconds == transform + 64 * 4 * (4 + 3)
+    assert simulate(plan, slow, num_adamw_elements=100).seconds == transform + 64 * 4 * (4 + 3) + 100 * 4 * 7
+    unfused = Device(**{**vars(slow), "fused_adamw": False})
+    assert simulate(plan, unfused).adamw_seconds == 64 * 4 * 18
+
+
+def test_ranks_that_still_work_share_the_cores_of_those_that_are_done() -> None:
+    work = np.array([3.0, 1.0, 2.0, 2.0])
+    assert shared_cores(work, 1.0, 4) is work
+    # Two a core: after 1 second three ranks share two cores, after 3/4 more the last one has a core for itself.
+    assert shared_cores(work, 2.0, 4).tolist() == pytest.approx([1 + 3 / 4 + 1 / 2, 1, 1 + 3 / 4, 1 + 3 / 4])
+    # Nobody is faster than a core, and machines share nothing.
+    assert shared_cores(work, 2.0, 2).tolist() == pytest.approx([1 + 2 / 2, 1, 2, 2])
+    assert shared_cores(work, 1.25, 2).tolist() == pytest.approx([1 + 2 / 1.25, 1, 2, 2])
+
+
+def test_ranks_of_one_machine_are_timed_from_the_first_start_to_the_last_end() -> None:
+    # Each rank of machine 7 had the core for itself: they took a second each, and two together.
+    assert slowest_machine([(7, 10.0, 11.0), (7, 11.0, 12.0)]) == 2
+    assert slowest_machine([(7, 10.0, 11.0), (8, 511.0, 512.5)]) == 1.5
 
 
 def test_a_step_waits_for_what_it_needs() -> None:
@@ -241,6 +287,9 @@ def test_a_calibration_can_be_planned_with(tmp_path: Path, capsys: pytest.Captur
     assert 1e8 < device.float32_flops_per_second < 1e14
     assert 1e7 < device.memory_bytes_per_second < 1e13
     assert 1e-8 < device.launch_seconds < 1e-2
+    assert 1e-8 < device.view_seconds < 1e-2
+    assert not device.overlaps
+    assert not device.fused_adamw
     save_calibration(device, tmp_path / "node.json")
     assert main(["plan", "--model", "omn1", "--ranks", "2", "--json", "--device", str(tmp_path / "node.json")]) == 0
     assert json.loads(capsys.readouterr().out)[0]["step_ms"] > 0
