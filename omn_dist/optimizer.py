@@ -275,6 +275,7 @@ class DualOptimizer(torch.optim.Optimizer):
                 if isinstance(value, Tensor) and self.state[parameter][key].dtype != value.dtype:
                     self.state[parameter][key] = value.to(parameter.device, copy=True)
         # The plan is compared across ranks again before the next step.
+        self._drop_early()
         self._domains = None
 
     @override
@@ -297,6 +298,12 @@ class DualOptimizer(torch.optim.Optimizer):
             "_rows": [],
             "_early": [],
         }
+
+    def _drop_early(self) -> None:
+        """Before pipelines go: what left early for a step that will not come."""
+        for domain in self._domains or ():
+            domain.pipeline.drop_early()
+        self._early = []
 
     def _built(self) -> list[Domain]:
         if self._domains is None:

@@ -219,22 +219,30 @@ class Pipeline:
         return sum(buffer.numel() * buffer.element_size() for buffer in (*slots, self._stack, self._numbers))
 
     def begin_early(self) -> None:
-        """From here to the next step gathers may leave early. Local, unless an earlier call was followed by no step.
+        """From here to the next step gathers may leave early. Drops what left before and no step took.
 
-        Every wave gets a gather slot of its own, once. What left early for a step that never came is lost; the gathers that did
-        not leave then are made up for, so that all ranks have been through the same.
+        Every wave gets a gather slot of its own, once.
         """
-        if self._early is not None:
-            for number in self._early_order():
-                wave = self._waves[number]
-                if number not in self._early:
-                    self._early[number] = self._transport.gather(number, wave.gather_sent.buffer, wave.gather_received.buffer)
-            for pending in self._early.values():
-                pending.wait()
-        elif len(self._gather_slots) < len(self._waves):
+        self.drop_early()
+        if len(self._gather_slots) < len(self._waves):
             self._gather_slots = [self._slot([route.gather]) for route in self._routes]
             self._waves = [self._wave(route, slot) for route, slot in zip(self._routes, self._gather_slots, strict=True)]
         self._early = {}
+
+    def drop_early(self) -> None:
+        """Forget what left early for a step that never came. Collective when :meth:`begin_early` was the last call.
+
+        Gathers that did not leave are made up for, so that all ranks have been through the same ones.
+        """
+        if self._early is None:
+            return
+        for number in self._early_order():
+            wave = self._waves[number]
+            if number not in self._early:
+                self._early[number] = self._transport.gather(number, wave.gather_sent.buffer, wave.gather_received.buffer)
+        for pending in self._early.values():
+            pending.wait()
+        self._early = None
 
     def places_sent(self, number: int) -> Sequence[Place]:
         """The rectangles of this rank that travel to owners in a wave."""

@@ -134,6 +134,29 @@ def test_a_gradient_that_changed_after_it_left_is_refused(how: str) -> None:
         assert "found another gradient than the one that left" in message
 
 
+def _rolled_back() -> None:
+    """A window whose directions left on uneven numbers of waves, then state that is loaded, then steps."""
+    found = []
+    for overlap in (False, True):
+        model = _sharded("fsdp")
+        optimizer = DualOptimizer(build_parameter_groups(model), preset="torch", wave_bytes=800)
+        x = torch.ones(4, WIDTH)
+        for window in range(3):
+            optimizer.zero_grad()
+            with optimizer.overlap_backward() if overlap else nullcontext():
+                (model(x) - window).square().mean().backward()
+            if window == 1:
+                optimizer.load_state_dict(optimizer.state_dict())
+            else:
+                optimizer.step()
+        found.append([parameter.to_local().detach().clone() for parameter in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_state_may_be_loaded_while_directions_are_under_way() -> None:
+    run_ranks(2, _rolled_back)
+
+
 def _all_gather() -> None:
     optimizer = DualOptimizer(build_parameter_groups(_sharded("fsdp")), preset="torch", transport="all_gather")
     with pytest.raises(ValueError, match="found transport 'all_gather', expected 'all_to_all'"), optimizer.overlap_backward():
