@@ -29,7 +29,7 @@ class EarlyDirections:
     def __init__(self, domain: Domain, state: Mapping[Tensor, Mapping[str, Any]], *, deterministic: bool) -> None:
         self._domain = domain
         self._gradients: dict[Tensor, Tensor] = {}
-        self._sent: dict[str, tuple[int, int, int]] = {}
+        self._sent: dict[str, tuple[int, int]] = {}
         self._samples: dict[str, Tensor] = {}
         self._step = MatrixStep(domain, state, self._gradients, deterministic=deterministic)
         self._missing: list[set[str]] = [
@@ -51,8 +51,8 @@ class EarlyDirections:
     def check(self) -> None:
         """Raise ``RuntimeError`` when a gradient that was sent is another one by now.
 
-        Tensors and their versions are compared, and a few elements of each, since not every operation on a DTensor counts as a
-        new version. On CUDA the elements are compared on the device, and a difference is a device-side assertion.
+        Tensors and their versions are compared, and a few elements of each, since not every change counts as a new version. On
+        CUDA the elements are compared on the device, and a difference is a device-side assertion.
         """
         for name, sent in self._sent.items():
             parameter, _ = self._domain.members[name]
@@ -84,10 +84,12 @@ def can_leave_early(domain: Domain) -> bool:
     return domain.plan.world_size > 1 and all(isinstance(parameter, DTensor) for parameter, _ in domain.members.values())
 
 
-def _identity(gradient: Tensor) -> tuple[int, int, int]:
-    """Differs when the gradient is another tensor or was changed in place, as a DTensor or through its local part."""
-    local = local_tensor(gradient)
-    return local.data_ptr(), local._version, gradient._version
+def _identity(gradient: Tensor) -> tuple[int, int]:
+    """Differs when the gradient is another tensor, or was changed in place as a DTensor.
+
+    The version of its local part says nothing: FSDP2 cuts the gradients of several parameters from one buffer, and they share it.
+    """
+    return local_tensor(gradient).data_ptr(), gradient._version
 
 
 def _sample(gradient: Tensor) -> Tensor:

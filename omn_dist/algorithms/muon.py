@@ -15,8 +15,8 @@ from omn_dist.algorithms.scratch import Scratch
 _BLOCK_ELEMENTS = 2**17
 """Elementwise work on CPU goes in blocks of so many elements: three of them in fp32 stay in a core's cache of 2 MiB, and smaller
 ones cost more calls (measured with 12.6 million elements: 25 ms, 28 ms with a quarter)."""
-_BATCH_BYTES = {"cpu": 2**20, "cuda": 2**26}
-"""Working memory of one batched call. On CPU what a core's cache holds: there larger batches are slower than single matrices."""
+_CPU_BATCH_BYTES, _BATCH_BYTES = 2**20, 2**26
+"""Working memory of one batched call. On CPU what a core's cache holds: larger batches brought nothing there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,8 @@ def transform(directions: Tensor, settings: MuonSettings, *, deterministic: bool
     num_rows, num_columns = directions.shape[1:]
     short = min(num_rows, num_columns)
     num_bytes = 2 * short * (num_rows + num_columns) * settings.recipe.dtype.itemsize
-    most = 1 if deterministic else max(1, _BATCH_BYTES.get(directions.device.type, 2**26) // num_bytes)
+    budget = _CPU_BATCH_BYTES if directions.device.type == "cpu" else _BATCH_BYTES
+    most = 1 if deterministic else max(1, budget // num_bytes)
     for batch in torch.split(directions, most):
         _transform(batch if len(batch) > 1 else batch[0], settings, scratch)
 

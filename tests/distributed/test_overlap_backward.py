@@ -71,7 +71,8 @@ def _train(preset: str, kind: str, *, overlap: bool) -> tuple[list[Tensor], list
             if group["algorithm"] == "adamw":
                 for parameter in group["params"]:
                     if parameter.grad is not None:
-                        parameter.grad.mul_(0.5)
+                        # Of the local part, which shares a buffer, and so a version, with gradients of matrices.
+                        parameter.grad.to_local().mul_(0.5)
         optimizer.step()
     tensors = [parameter.to_local().detach() for parameter in model.parameters()]
     for parameter in model.parameters():

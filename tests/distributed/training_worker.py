@@ -28,10 +28,10 @@ STATUS_FOLDER = Path(os.environ["STATUS_FOLDER"])
 def _install(fault: str, number: int) -> None:
     accumulate, write = loop.accumulate_window, checkpointing.write_durably
 
-    def faulty_accumulate(model: Any, source: Any, config: Any, ranks: Any, window: int) -> Tensor:
+    def faulty_accumulate(model: Any, optimizer: Any, source: Any, config: Any, ranks: Any, window: int) -> Tensor:
         if fault == "skip" and window >= number:
             window += 1
-        loss = accumulate(model, source, config, ranks, window)
+        loss = accumulate(model, optimizer, source, config, ranks, window)
         if window == number and RANK == WORLD_SIZE - 1:
             if fault == "raise":
                 raise RuntimeError("this rank fails on purpose")
