@@ -29,7 +29,7 @@ class EarlyDirections:
     def __init__(self, domain: Domain, state: Mapping[Tensor, Mapping[str, Any]], *, deterministic: bool) -> None:
         self._domain = domain
         self._gradients: dict[Tensor, Tensor] = {}
-        self._sent: dict[str, tuple[int, int]] = {}
+        self._sent: dict[str, tuple[tuple[int, int] | None, dict[str, Any]]] = {}
         self._samples: dict[str, Tensor] = {}
         self._step = MatrixStep(domain, state, self._gradients, deterministic=deterministic)
         self._missing: list[set[str]] = [
@@ -49,15 +49,20 @@ class EarlyDirections:
 
     @torch.no_grad()
     def check(self) -> None:
-        """Raise ``RuntimeError`` when a gradient that was sent is another one by now.
+        """Raise ``RuntimeError`` when a gradient that was sent, or what makes a direction of it, is another one by now.
 
         Tensors and their versions are compared, and a few elements of each, since not every change counts as a new version. On
         CUDA the elements are compared on the device, and a difference is a device-side assertion.
         """
-        for name, sent in self._sent.items():
-            parameter, _ = self._domain.members[name]
-            if parameter.grad is None or _identity(parameter.grad) != sent:
+        for name, (sent, fields) in self._sent.items():
+            parameter, group = self._domain.members[name]
+            if _identity(parameter) != sent:
                 raise RuntimeError(f"parameter {name}: {_CHANGED}")
+            if (found := _direction_fields(group)) != fields:
+                raise RuntimeError(
+                    f"parameter {name}: found {found} in its group, expected {fields} as when its direction left during backward; "
+                    "change them before overlap_backward"
+                )
         if self._samples:
             names = list(self._samples)
             then = torch.cat([self._samples[name] for name in names])
@@ -70,8 +75,9 @@ class EarlyDirections:
         assert gradient is not None, "the hook runs after a gradient was accumulated"
         self._gradients[parameter] = gradient
         if name not in self._sent:
-            self._sent[name] = _identity(parameter.grad)  # type: ignore[arg-type]
-            self._samples[name] = _sample(self._gradients[parameter]).clone()
+            _, group = self._domain.members[name]
+            self._sent[name] = _identity(parameter), _direction_fields(group)
+            self._samples[name] = _sample(gradient).clone()
         for missing in self._missing:
             missing.discard(name)
         while self._missing and not self._missing[-1]:
@@ -84,12 +90,18 @@ def can_leave_early(domain: Domain) -> bool:
     return domain.plan.world_size > 1 and all(isinstance(parameter, DTensor) for parameter, _ in domain.members.values())
 
 
-def _identity(gradient: Tensor) -> tuple[int, int]:
-    """Differs when the gradient is another tensor, or was changed in place as a DTensor.
+def _identity(parameter: Tensor) -> tuple[int, int] | None:
+    """Differs when the gradient of a parameter is gone or another tensor, or was changed in place as a DTensor.
 
     The version of its local part says nothing: FSDP2 cuts the gradients of several parameters from one buffer, and they share it.
     """
-    return local_tensor(gradient).data_ptr(), gradient._version
+    gradient = parameter.grad
+    return None if gradient is None else (local_tensor(gradient).data_ptr(), gradient._version)
+
+
+def _direction_fields(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a group makes directions; the rest is read in the step."""
+    return {name: group[name] for name in ("momentum", "momentum_rule", "nesterov")}
 
 
 def _sample(gradient: Tensor) -> Tensor:

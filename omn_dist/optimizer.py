@@ -183,7 +183,8 @@ class DualOptimizer(torch.optim.Optimizer):
         tensors take no part.
 
         From the backward on to the step, gradients of matrices must not change: :meth:`step` raises ``RuntimeError`` before
-        anything moves when one did (clipping, unscaling, another backward). AdamW gradients may.
+        anything moves when one did (clipping, unscaling, another backward), or when the momentum of a group did. AdamW gradients
+        and learning rates may.
 
         Collective: all ranks enter it before the same steps.
 

@@ -135,6 +135,24 @@ def test_a_gradient_that_changed_after_it_left_is_refused(how: str) -> None:
         assert "found another gradient than the one that left" in message
 
 
+def _momentum_changed() -> str:
+    model = _sharded("fsdp")
+    optimizer = DualOptimizer(build_parameter_groups(model), preset="torch")
+    with optimizer.overlap_backward():
+        model(torch.ones(4, WIDTH)).square().mean().backward()
+    for group in optimizer.param_groups:
+        if group["algorithm"] == "muon":
+            group["momentum"] = 0.5
+    with pytest.raises(RuntimeError) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_a_momentum_that_changed_after_directions_left_is_refused() -> None:
+    for message in run_ranks(2, _momentum_changed):
+        assert "found {'momentum': 0.5, " in message
+
+
 def _rolled_back() -> None:
     """A window whose directions left on uneven numbers of waves, then state that is loaded, then steps."""
     found = []
