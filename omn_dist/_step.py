@@ -109,7 +109,7 @@ class MatrixStep:
             self._settings[id(group)] = _settings(group)
         state, gradient = self._state[parameter], self._gradients[parameter]
         master = state.get("master")
-        local = as_matrix(local_tensor(parameter.detach()))
+        local = as_matrix(local_tensor(parameter).detach())
         return _Shard(
             local if master is None else as_matrix(local_tensor(master)),
             None if master is None else local,
@@ -249,7 +249,7 @@ class AdamWStep:
                 states = [self._state[parameter] for parameter in present]
                 masters = [state.get("master") for state in states]
                 stepped = [
-                    local_tensor(parameter.detach() if master is None else master)
+                    local_tensor(parameter).detach() if master is None else local_tensor(master)
                     for parameter, master in zip(present, masters, strict=True)
                 ]
                 gradients = [gradient for parameter in present if (gradient := self._gradients[parameter]) is not None]
@@ -267,7 +267,7 @@ class AdamWStep:
                 )
                 for parameter, master, local in zip(present, masters, stepped, strict=True):
                     if master is not None:
-                        local_tensor(parameter.detach()).copy_(local)
+                        local_tensor(parameter).copy_(local)
 
 
 def _settings(group: Mapping[str, Any]) -> UpdateSettings:
@@ -309,6 +309,8 @@ def _of_matrix(shard: _Shard, members: Mapping[str, Member], matrix: Matrix) -> 
 
 
 def _local(local: Tensor, segment: Segment) -> Tensor:
+    if local.shape == (segment.num_rows, segment.num_columns):
+        return local
     return local[
         segment.local_row : segment.local_row + segment.num_rows,
         segment.local_column : segment.local_column + segment.num_columns,

@@ -1,9 +1,11 @@
-"""AdamW on local shards, through torch's own kernels."""
+"""AdamW on local shards, with the bits of torch's own kernels."""
 
 from collections.abc import Sequence
 
 from torch import Tensor
 from torch.optim.adamw import adamw as _torch_adamw
+
+from omn_dist.algorithms import kernels
 
 
 def adamw_update(
@@ -26,19 +28,31 @@ def adamw_update(
         steps: fp32 scalars, one a parameter; each is raised by one.
         deterministic: the bits of a shard are those of the whole. CUDA shards take torch's fused kernel either way. On CPU its
             vector body and its scalar tail round differently (measured with torch 2.13: up to 1 in 2 of odd cuts differed), so
-            that only ``False`` takes it; it needs a third of the time there.
+            that only ``False`` takes it there; else the bits are those of torch's loop over tensors.
 
     Not collective. Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019).
     """
-    if not parameters:
+    left = []
+    for index, tensors in enumerate(zip(parameters, gradients, first_moments, second_moments, strict=True)):
+        flat = [tensor.view(-1) for tensor in tensors if tensor.is_contiguous()]
+        if deterministic and len(flat) == len(tensors) and kernels.takes(*flat):
+            steps[index].add_(1)
+            kernels.adamw(*flat, lr=lr, betas=betas, eps=epsilon, weight_decay=weight_decay, step=steps[index].item())
+        else:
+            left.append(index)
+    if not left:
         return
+
+    def those_left(tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [tensors[index] for index in left]
+
     _torch_adamw(
-        list(parameters),
-        list(gradients),
-        list(first_moments),
-        list(second_moments),
+        those_left(parameters),
+        those_left(gradients),
+        those_left(first_moments),
+        those_left(second_moments),
         [],
-        list(steps),
+        those_left(steps),
         foreach=False,
         fused=parameters[0].is_cuda or not deterministic,
         amsgrad=False,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from omn_dist.algorithms import kernels
 from omn_dist.algorithms.guards import capped, guarded
 from omn_dist.algorithms.momentum import MomentumRule, direction, next_momentum
 from omn_dist.algorithms.newton_schulz import Recipe, orthogonalize_into
@@ -46,6 +47,10 @@ def prepare(gradient: Tensor, momentum: Tensor, settings: UpdateSettings, out: T
 
     Elementwise. ``commit`` makes the momentum that of this step, in place; else it is not changed. The gradient never is.
     """
+    if kernels.takes(gradient, momentum, narrow=out):
+        rule = settings.momentum_rule
+        kernels.write_direction(out, gradient, momentum, settings.momentum, rule, settings.nesterov, commit=commit)
+        return
     for gradients, momenta, target in _blocks(gradient, momentum, out):
         part = scratch.take("direction", momenta.shape, momenta.dtype, momenta.device)
         updated = next_momentum(gradients, momenta, settings.momentum, settings.momentum_rule, out=momenta if commit else part)
@@ -103,6 +108,9 @@ def apply(
     """
     step_size = adjusted_lr(settings.lr, settings.scale, num_rows, num_columns)
     kept = 1 - settings.lr * settings.weight_decay
+    if not settings.cautious_decay and kernels.takes(parameter, narrow=update):
+        kernels.add_update(parameter, update, kept, -step_size)
+        return
     precise = torch.promote_types(parameter.dtype, torch.float32)
     for part, of_update in _blocks(parameter, update):
         weights = part.to(precise)

@@ -1,0 +1,187 @@
+"""Parts of a step on CPU shards in one pass over memory each, with the bits of torch's operations.
+
+Torch reads and writes memory once for every operation; these kernels (kernels.c, built when the package is installed, where there
+is a C compiler) do so once for all of them. Nothing needs them: what they do not take, torch does, to the same bits.
+"""
+
+import ctypes
+import importlib.util
+import itertools
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.optim.adamw import adamw as torch_adamw
+
+from omn_dist.algorithms.momentum import MomentumRule, direction, next_momentum
+
+_LIBRARY = "omn_dist.algorithms._kernels"
+_VECTORS = ("AVX2", "AVX512")
+"""CPU capabilities for which torch fuses multiply-adds, and the kernels with it."""
+_BLOCK_ELEMENTS = 2**16
+"""Of AdamW: its four tensors and the root stay in a core's cache of 2 MiB."""
+_RULES: dict[MomentumRule, int] = {"sum": 0, "ema": 1}
+_WIDTHS = {torch.float32: 0, torch.bfloat16: 1}
+
+
+def takes(*tensors: Tensor, narrow: Tensor | None = None) -> bool:
+    """Whether the kernels take these tensors: fp32 on the CPU, flat or ``[rows, columns]`` with a row's elements side by side.
+
+    ``narrow`` may also be in bf16. With several threads torch's operations are left alone: the kernels have one.
+    """
+    return (
+        usable()
+        and torch.get_num_threads() == 1
+        and all(tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.stride(-1) == 1 for tensor in tensors)
+        and (narrow is None or (narrow.dtype in _WIDTHS and narrow.device.type == "cpu" and narrow.stride(-1) == 1))
+    )
+
+
+def takes_transposed(target: Tensor, source: Tensor) -> bool:
+    """Whether :func:`transpose` takes these: ``[rows, columns]`` of two-byte elements on the CPU, those of a row side by side."""
+    return (
+        usable()
+        and torch.get_num_threads() == 1
+        and target.dtype == source.dtype
+        and target.dtype.itemsize == 2
+        and all(t.ndim == 2 and t.device.type == "cpu" and t.stride(1) == 1 for t in (target, source))
+    )
+
+
+def write_direction(
+    out: Tensor, gradient: Tensor, momentum: Tensor, coefficient: float, rule: MomentumRule, nesterov: bool, *, commit: bool
+) -> None:
+    """The direction of ``gradient`` and ``momentum`` to ``out`` (the ``narrow`` of :func:`takes`), all ``[rows, columns]``.
+
+    As :func:`~omn_dist.algorithms.momentum.next_momentum` and :func:`~omn_dist.algorithms.momentum.direction`; with ``commit``
+    the momentum becomes that of this step.
+    """
+    kernels = _kernels()
+    places = [number for tensor in (gradient, momentum, out) for number in (tensor.data_ptr(), tensor.stride(0))]
+    kernels.omn_direction(*out.shape, *places, _WIDTHS[out.dtype], coefficient, 1 - coefficient, _RULES[rule], nesterov, commit)
+    increment_version((momentum, out) if commit else out)
+
+
+def add_update(parameter: Tensor, update: Tensor, kept: float, step_size: float) -> None:
+    """``parameter <- kept parameter + step_size update``, both ``[rows, columns]``; ``update`` as ``narrow`` in :func:`takes`."""
+    kernels = _kernels()
+    places = [number for tensor in (parameter, update) for number in (tensor.data_ptr(), tensor.stride(0))]
+    kernels.omn_apply(*parameter.shape, *places, _WIDTHS[update.dtype], kept, step_size)
+    increment_version(parameter)
+
+
+def adamw(
+    parameter: Tensor,
+    gradient: Tensor,
+    first_moment: Tensor,
+    second_moment: Tensor,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: float,
+) -> None:
+    """Step number ``step`` of ``torch.optim.AdamW(foreach=False, fused=False)`` on flat fp32 tensors of one length, in place.
+
+    In blocks that stay in a core's cache: the root between the two kernels is torch's, whose bits no other has.
+    """
+    kernels = _kernels()
+    kept, step_size = 1 - lr * weight_decay, lr / (1 - betas[0] ** step)
+    correction = (1 - betas[1] ** step) ** 0.5
+    tensors = parameter, gradient, first_moment, second_moment
+    for part, new, first, second in zip(*(torch.split(tensor, _BLOCK_ELEMENTS) for tensor in tensors), strict=True):
+        moments = first.data_ptr(), second.data_ptr()
+        kernels.omn_adamw_moments(len(part), new.data_ptr(), *moments, 1 - betas[0], betas[1], 1 - betas[1])
+        root = second.sqrt()
+        kernels.omn_adamw_parameter(len(part), part.data_ptr(), moments[0], root.data_ptr(), kept, correction, eps, -step_size)
+    increment_version((parameter, first_moment, second_moment))
+
+
+def transpose(target: Tensor, source: Tensor) -> None:
+    """``target <- source^T``, matrices that :func:`takes_transposed`."""
+    places = [number for tensor in (source, target) for number in (tensor.data_ptr(), tensor.stride(0))]
+    _kernels().omn_transpose(*source.shape, *places)
+    increment_version(target)
+
+
+@cache
+def usable() -> bool:
+    """Whether the kernels were built and give the bits of this torch on this machine, which is tried once."""
+    spec = importlib.util.find_spec(_LIBRARY)
+    return spec is not None and torch.backends.cpu.get_cpu_capability() in _VECTORS and _agree_with_torch()
+
+
+@cache
+def _kernels() -> ctypes.CDLL:
+    spec = importlib.util.find_spec(_LIBRARY)
+    assert spec is not None, "usable() comes first"
+    assert spec.origin is not None, "a library is a file"
+    kernels = ctypes.CDLL(spec.origin)
+    size, address, real, number = ctypes.c_long, ctypes.c_void_p, ctypes.c_float, ctypes.c_int
+    rectangle = (address, size)
+    kernels.omn_direction.argtypes = [size, size, *rectangle, *rectangle, *rectangle, number, real, real, number, number, number]
+    kernels.omn_apply.argtypes = [size, size, *rectangle, *rectangle, number, real, real]
+    kernels.omn_adamw_moments.argtypes = [size, address, address, address, real, real, real]
+    kernels.omn_adamw_parameter.argtypes = [size, address, address, address, real, real, real, real]
+    kernels.omn_transpose.argtypes = [size, size, *rectangle, *rectangle]
+    return kernels
+
+
+def _agree_with_torch() -> bool:
+    """Every kernel against the operations that it stands in for, on some thousand numbers of many magnitudes and an odd count."""
+    generator = torch.Generator().manual_seed(0)
+    a, b, c, d = torch.randn(4, 7, 203, generator=generator).mul_(torch.logspace(-6, 2, 203))
+    d.abs_()
+    # Directions half-way between two numbers of bf16.
+    a[0], b[0] = (0x3F800000 + 0x8000 * torch.arange(203, dtype=torch.int32)).view(torch.float32), 0
+    wide = torch.arange(300 * 137, dtype=torch.int16).view(300, 137)
+    transposed = torch.empty(137, 300, dtype=torch.int16)
+    transpose(transposed, wide)
+    return torch.equal(transposed, wide.T) and _directions_agree(a, b) and _updates_agree(a, b) and _adamw_agrees(a, b, c, d)
+
+
+def _directions_agree(gradient: Tensor, momentum: Tensor) -> bool:
+    ways = itertools.product(_RULES, (False, True), (False, True), _WIDTHS, (0.95, 0.3))
+    for rule, nesterov, commit, dtype, coefficient in ways:
+        updated = next_momentum(gradient, momentum, coefficient, rule)
+        expected = direction(gradient, updated, coefficient, rule, nesterov).to(dtype)
+        kept, out = momentum.clone(), torch.empty_like(expected)
+        write_direction(out, gradient, kept, coefficient, rule, nesterov, commit=commit)
+        if not (torch.equal(out, expected) and torch.equal(kept, updated if commit else momentum)):
+            return False
+    return True
+
+
+def _updates_agree(parameter: Tensor, update: Tensor) -> bool:
+    for dtype in _WIDTHS:
+        by, moved = update.to(dtype), parameter.clone()
+        add_update(moved, by, 0.998, -0.013)
+        if not torch.equal(moved, parameter.mul(0.998).add_(by, alpha=-0.013)):
+            return False
+    return True
+
+
+def _adamw_agrees(*tensors: Tensor) -> bool:
+    ours, theirs = ([tensor.flatten().clone() for tensor in tensors] for _ in range(2))
+    adamw(*ours, lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=3.0)
+    other, new, first, second = ([tensor] for tensor in theirs)
+    torch_adamw(
+        other,
+        new,
+        first,
+        second,
+        [],
+        [torch.tensor(2.0)],
+        foreach=False,
+        fused=False,
+        amsgrad=False,
+        beta1=0.9,
+        beta2=0.95,
+        lr=3e-3,
+        weight_decay=0.1,
+        eps=1e-8,
+        maximize=False,
+    )
+    return all(map(torch.equal, ours, theirs))
