@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as _torch_adamw
 
@@ -32,14 +33,17 @@ def adamw_update(
 
     Not collective. Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019).
     """
-    left = []
+    taken, left = [], []
     for index, tensors in enumerate(zip(parameters, gradients, first_moments, second_moments, strict=True)):
-        flat = [tensor.view(-1) for tensor in tensors if tensor.is_contiguous()]
-        if deterministic and len(flat) == len(tensors) and kernels.takes(*flat):
-            steps[index].add_(1)
-            kernels.adamw(*flat, lr=lr, betas=betas, eps=epsilon, weight_decay=weight_decay, step=steps[index].item())
+        if deterministic and kernels.takes_adamw(*tensors):
+            taken.append((tensors, steps[index]))
         else:
             left.append(index)
+    if taken:
+        torch._foreach_add_([step for _, step in taken], 1)
+        counts = torch.stack([step for _, step in taken]).tolist()
+        for (tensors, _), step in zip(taken, counts, strict=True):
+            kernels.adamw(*tensors, lr=lr, betas=betas, eps=epsilon, weight_decay=weight_decay, step=step)
     if not left:
         return
 

@@ -99,29 +99,6 @@ CLONED void omn_apply(
     }
 }
 
-/* The operations of torch.optim.AdamW(foreach=False, fused=False) before and after the square root of the second moment, which
- * torch takes from a library that does not round like sqrtf. */
-CLONED void omn_adamw_moments(
-    long num_elements, const float *restrict gradient, float *restrict first, float *restrict second, float first_weight,
-    float second_coefficient, float second_weight
-) {
-    for (long index = 0; index < num_elements; index++) {
-        const float new = gradient[index];
-        first[index] = lerp(first[index], new, first_weight);
-        second[index] = fmaf(second_weight * new, new, second[index] * second_coefficient);
-    }
-}
-
-CLONED void omn_adamw_parameter(
-    long num_elements, float *restrict parameter, const float *restrict first, const float *restrict root, float kept,
-    float correction, float epsilon, float step_size
-) {
-    for (long index = 0; index < num_elements; index++) {
-        const float denominator = root[index] / correction + epsilon;
-        parameter[index] = parameter[index] * kept + step_size * first[index] / denominator;
-    }
-}
-
 typedef uint16_t lanes __attribute__((vector_size(16)));
 enum { LANES = 8, TILE = 128 };
 
@@ -162,3 +139,46 @@ CLONED void omn_transpose(
         }
     }
 }
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#define VECTOR __attribute__((target("avx512f")))
+
+/* The square root of MKL's vector library, which torch.sqrt is: the 14-bit reciprocal and one step of Newton from below, with the
+ * scale moved away from where the remainder would be denormal. Not that of sqrtps: 1 in 170 differs. */
+VECTOR static inline __m512 root(__m512 value) {
+    const __m512 zero = _mm512_setzero_ps();
+    const __mmask16 small = _mm512_cmp_ps_mask(value, _mm512_set1_ps(0x1p-60f), _CMP_LT_OQ);
+    const __mmask16 exact = _mm512_cmp_ps_mask(value, zero, _CMP_EQ_OQ) | _mm512_cmp_ps_mask(value, _mm512_set1_ps(INFINITY), _CMP_EQ_OQ);
+    const __m512 scaled = _mm512_mask_mul_ps(value, small, value, _mm512_set1_ps(0x1p96f));
+    const __m512 reciprocal = _mm512_rsqrt14_ps(scaled);
+    const __m512 first = _mm512_mul_ps(scaled, reciprocal);
+    const __m512 remainder = _mm512_fnmadd_ps(first, first, scaled);
+    const __m512 second = _mm512_fmadd_ps(remainder, _mm512_mul_ps(reciprocal, _mm512_set1_ps(0.5f)), first);
+    return _mm512_mask_mov_ps(_mm512_mask_mul_ps(second, small, second, _mm512_set1_ps(0x1p-48f)), exact, value);
+}
+
+/* The operations of torch.optim.AdamW(foreach=False, fused=False) in their order. */
+VECTOR void omn_adamw(
+    long num_elements, float *restrict parameter, const float *restrict gradient, float *restrict first, float *restrict second,
+    float kept, float first_weight, float second_coefficient, float second_weight, float correction, float epsilon, float step_size
+) {
+    const int near = fabsf(first_weight) < 0.5f;
+    const __m512 weight = _mm512_set1_ps(near ? first_weight : first_weight - 1.0f);
+    for (long index = 0; index < num_elements; index += 16) {
+        const __mmask16 mask = num_elements - index < 16 ? (__mmask16)((1u << (num_elements - index)) - 1) : 0xffff;
+        const __m512 new = _mm512_maskz_loadu_ps(mask, gradient + index);
+        const __m512 old = _mm512_maskz_loadu_ps(mask, first + index);
+        const __m512 mean = _mm512_fmadd_ps(weight, _mm512_sub_ps(new, old), near ? old : new);
+        const __m512 kept_square = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, second + index), _mm512_set1_ps(second_coefficient));
+        const __m512 square = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_set1_ps(second_weight), new), new, kept_square);
+        const __m512 denominator =
+            _mm512_add_ps(_mm512_div_ps(root(square), _mm512_set1_ps(correction)), _mm512_set1_ps(epsilon));
+        const __m512 moved = _mm512_div_ps(_mm512_mul_ps(_mm512_set1_ps(step_size), mean), denominator);
+        const __m512 stays = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, parameter + index), _mm512_set1_ps(kept));
+        _mm512_mask_storeu_ps(first + index, mask, mean);
+        _mm512_mask_storeu_ps(second + index, mask, square);
+        _mm512_mask_storeu_ps(parameter + index, mask, _mm512_add_ps(stays, moved));
+    }
+}
+#endif

@@ -19,8 +19,6 @@ from omn_dist.algorithms.momentum import MomentumRule, direction, next_momentum
 _LIBRARY = "omn_dist.algorithms._kernels"
 _VECTORS = ("AVX2", "AVX512")
 """CPU capabilities for which torch fuses multiply-adds, and the kernels with it."""
-_BLOCK_ELEMENTS = 2**16
-"""Of AdamW: its four tensors and the root stay in a core's cache of 2 MiB."""
 _RULES: dict[MomentumRule, int] = {"sum": 0, "ema": 1}
 _WIDTHS = {torch.float32: 0, torch.bfloat16: 1}
 
@@ -35,6 +33,15 @@ def takes(*tensors: Tensor, narrow: Tensor | None = None) -> bool:
         and torch.get_num_threads() == 1
         and all(tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.stride(-1) == 1 for tensor in tensors)
         and (narrow is None or (narrow.dtype in _WIDTHS and narrow.device.type == "cpu" and narrow.stride(-1) == 1))
+    )
+
+
+def takes_adamw(*tensors: Tensor) -> bool:
+    """Whether :func:`adamw` takes these tensors: contiguous, fp32, on a CPU with AVX-512."""
+    return (
+        all(tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
+        and torch.get_num_threads() == 1
+        and adamw_usable()
     )
 
 
@@ -83,19 +90,21 @@ def adamw(
     weight_decay: float,
     step: float,
 ) -> None:
-    """Step number ``step`` of ``torch.optim.AdamW(foreach=False, fused=False)`` on flat fp32 tensors of one length, in place.
+    """Step number ``step`` of ``torch.optim.AdamW(foreach=False, fused=False)`` on fp32 tensors of one shape, in place.
 
-    In blocks that stay in a core's cache: the root between the two kernels is torch's, whose bits no other has.
+    For tensors that :func:`takes_adamw`.
     """
-    kernels = _kernels()
-    kept, step_size = 1 - lr * weight_decay, lr / (1 - betas[0] ** step)
-    correction = (1 - betas[1] ** step) ** 0.5
-    tensors = parameter, gradient, first_moment, second_moment
-    for part, new, first, second in zip(*(torch.split(tensor, _BLOCK_ELEMENTS) for tensor in tensors), strict=True):
-        moments = first.data_ptr(), second.data_ptr()
-        kernels.omn_adamw_moments(len(part), new.data_ptr(), *moments, 1 - betas[0], betas[1], 1 - betas[1])
-        root = second.sqrt()
-        kernels.omn_adamw_parameter(len(part), part.data_ptr(), moments[0], root.data_ptr(), kept, correction, eps, -step_size)
+    _kernels().omn_adamw(
+        parameter.numel(),
+        *(tensor.data_ptr() for tensor in (parameter, gradient, first_moment, second_moment)),
+        1 - lr * weight_decay,
+        1 - betas[0],
+        betas[1],
+        1 - betas[1],
+        (1 - betas[1] ** step) ** 0.5,
+        eps,
+        -(lr / (1 - betas[0] ** step)),
+    )
     increment_version((parameter, first_moment, second_moment))
 
 
@@ -114,6 +123,12 @@ def usable() -> bool:
 
 
 @cache
+def adamw_usable() -> bool:
+    """Whether AdamW's kernel is there and gives the bits of this torch on this machine: it rebuilds the root of torch's library."""
+    return usable() and torch.backends.cpu.get_cpu_capability() == "AVX512" and _adamw_agrees()
+
+
+@cache
 def _kernels() -> ctypes.CDLL:
     spec = importlib.util.find_spec(_LIBRARY)
     assert spec is not None, "usable() comes first"
@@ -123,8 +138,8 @@ def _kernels() -> ctypes.CDLL:
     rectangle = (address, size)
     kernels.omn_direction.argtypes = [size, size, *rectangle, *rectangle, *rectangle, number, real, real, number, number, number]
     kernels.omn_apply.argtypes = [size, size, *rectangle, *rectangle, number, real, real]
-    kernels.omn_adamw_moments.argtypes = [size, address, address, address, real, real, real]
-    kernels.omn_adamw_parameter.argtypes = [size, address, address, address, real, real, real, real]
+    if hasattr(kernels, "omn_adamw"):
+        kernels.omn_adamw.argtypes = [size, address, address, address, address, *(real for _ in range(7))]
     kernels.omn_transpose.argtypes = [size, size, *rectangle, *rectangle]
     return kernels
 
@@ -132,14 +147,13 @@ def _kernels() -> ctypes.CDLL:
 def _agree_with_torch() -> bool:
     """Every kernel against the operations that it stands in for, on some thousand numbers of many magnitudes and an odd count."""
     generator = torch.Generator().manual_seed(0)
-    a, b, c, d = torch.randn(4, 7, 203, generator=generator).mul_(torch.logspace(-6, 2, 203))
-    d.abs_()
+    a, b = torch.randn(2, 7, 203, generator=generator).mul_(torch.logspace(-6, 2, 203))
     # Directions half-way between two numbers of bf16.
     a[0], b[0] = (0x3F800000 + 0x8000 * torch.arange(203, dtype=torch.int32)).view(torch.float32), 0
     wide = torch.arange(300 * 137, dtype=torch.int16).view(300, 137)
-    transposed = torch.empty(137, 300, dtype=torch.int16)
+    transposed = torch.zeros(137, 300, dtype=torch.int16)
     transpose(transposed, wide)
-    return torch.equal(transposed, wide.T) and _directions_agree(a, b) and _updates_agree(a, b) and _adamw_agrees(a, b, c, d)
+    return torch.equal(transposed, wide.T) and _directions_agree(a, b) and _updates_agree(a, b)
 
 
 def _directions_agree(gradient: Tensor, momentum: Tensor) -> bool:
@@ -147,7 +161,7 @@ def _directions_agree(gradient: Tensor, momentum: Tensor) -> bool:
     for rule, nesterov, commit, dtype, coefficient in ways:
         updated = next_momentum(gradient, momentum, coefficient, rule)
         expected = direction(gradient, updated, coefficient, rule, nesterov).to(dtype)
-        kept, out = momentum.clone(), torch.empty_like(expected)
+        kept, out = momentum.clone(), torch.zeros_like(expected)
         write_direction(out, gradient, kept, coefficient, rule, nesterov, commit=commit)
         if not (torch.equal(out, expected) and torch.equal(kept, updated if commit else momentum)):
             return False
@@ -163,8 +177,14 @@ def _updates_agree(parameter: Tensor, update: Tensor) -> bool:
     return True
 
 
-def _adamw_agrees(*tensors: Tensor) -> bool:
-    ours, theirs = ([tensor.flatten().clone() for tensor in tensors] for _ in range(2))
+def _adamw_agrees() -> bool:
+    """Of second moments the whole range, zero and denormal numbers with it."""
+    second_moment = torch.arange(0, 0x7F800000, 0x1FFF3, dtype=torch.int32).view(torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    others = torch.randn(3, len(second_moment), generator=generator).mul_(torch.logspace(-9, 2, len(second_moment)))
+    # Without a gradient the smallest ones stay small.
+    others[1, ::2] = 0
+    ours, theirs = ([tensor.clone() for tensor in (*others, second_moment)] for _ in range(2))
     adamw(*ours, lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=3.0)
     other, new, first, second = ([tensor] for tensor in theirs)
     torch_adamw(
