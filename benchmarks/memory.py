@@ -7,6 +7,8 @@ parameters and gradients in place and free heap returned, an optimizer is built 
   optimizer was built, less the bytes of its state. So it is slots, stack and whatever else the optimizer, torch and gloo take:
   scratch of the products, objects of the plan;
 - *in a step* is the largest resident set less that before the step: what comes and goes;
+- *free heap* is the part of *measured* that goes when free heap is returned after the step (``malloc_trim``): pages in which
+  malloc has had temporaries of torch and oneDNN, each size in a hole of its own, and which it keeps for the next caller;
 - *slots* is ``Pipeline.temporary_bytes``, *plan* is ``Plan.temporary_bytes``;
 - *products* is the working memory of Newton-Schulz and of directions, which stays from step to step too.
 
@@ -33,21 +35,21 @@ def measure(num_layers: int, preset: str, wave_bytes: int | None) -> dict[str, A
     """A row of the table. Collective."""
     DualOptimizer(_groups(1), preset=preset, wave_bytes=wave_bytes).step()
     groups = _groups(num_layers)
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    start = _kernel_bytes("VmRSS")
+    start = _without_free_heap()
     optimizer = DualOptimizer(groups, preset=preset, wave_bytes=wave_bytes)
     optimizer.step()
     before = _kernel_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     optimizer.step()
-    peak = _kernel_bytes("VmHWM")
+    peak, after = _kernel_bytes("VmHWM"), _kernel_bytes("VmRSS")
+    free = after - _without_free_heap()
     state = sum(tensor.to_local().nbytes for values in optimizer.state.values() for tensor in values.values())
     assert optimizer._domains is not None
     (domain,) = optimizer._domains
     found = {
         "measured_mb": peak - start - state,
         "in_a_step_mb": peak - before,
+        "free_heap_mb": free,
         "slots_mb": domain.pipeline.temporary_bytes,
         "plan_mb": domain.plan.temporary_bytes,
         "products_mb": domain.scratch.num_bytes,
@@ -66,6 +68,13 @@ def _groups(num_layers: int) -> list[dict[str, Any]]:
     for parameter in parameters:
         parameter.grad = parameter.detach().clone()
     return [{"params": parameters, "param_names": list(matrices), "algorithm": "muon"}]
+
+
+def _without_free_heap() -> int:
+    """The resident set, once free heap has been returned."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    return _kernel_bytes("VmRSS")
 
 
 def _kernel_bytes(name: str) -> int:

@@ -11,6 +11,17 @@ from omn_dist.exchange.route import Part, Way
 from omn_dist.plan.layout import Segment
 from omn_dist.plan.matrix import Matrix
 
+NOTHING = torch.empty(0, 0)
+"""The row numbers of all matrices that have none."""
+
+
+def kept(view: Tensor) -> Tensor:
+    """The same elements in a tensor to keep for all steps, of which there are many.
+
+    It lacks autograd's record of how a view was made, which is two thirds of its memory; and empty ones are all the same.
+    """
+    return view.detach() if view.numel() else NOTHING
+
 
 class Returned(NamedTuple):
     """What the owner says of the rows of a rectangle, next to its update; fp32."""
@@ -22,7 +33,7 @@ class Returned(NamedTuple):
 
 
 class StackNumbers(NamedTuple):
-    """The row numbers of one whole matrix at its owner; fp32. Empty tensors for most algorithms."""
+    """The row numbers of one whole matrix at its owner; fp32. ``NOTHING`` for most algorithms."""
 
     received: Tensor
     """``[numbers a row, rows of the operator]``: from the shards."""
@@ -42,8 +53,8 @@ def stack_numbers(matrices: Sequence[Matrix], buffer: Tensor) -> list[StackNumbe
         counts, num_rows = matrix.row_numbers, matrix.num_rows
         sizes = [counts.to_owner * num_rows, counts.to_shards * num_rows, counts.scalars]
         received, rows, scalars = torch.split(buffer[end : end + sum(sizes)], sizes)
-        returned = Returned(rows.view(counts.to_shards, num_rows), scalars)
-        found.append(StackNumbers(received.view(counts.to_owner, num_rows), returned))
+        returned = Returned(kept(rows.view(counts.to_shards, num_rows)), kept(scalars))
+        found.append(StackNumbers(kept(received.view(counts.to_owner, num_rows)), returned))
         end += sum(sizes)
     return found
 
@@ -51,7 +62,7 @@ def stack_numbers(matrices: Sequence[Matrix], buffer: Tensor) -> list[StackNumbe
 def rows_of(numbers: Tensor, matrix: Matrix, segment: Segment) -> Tensor:
     """Of ``[numbers a row, rows of the operator]`` the rows that a rectangle has a part of."""
     start = segment.matrix_column if matrix.transposed else segment.matrix_row
-    return numbers[:, start : start + matrix.segment_rows(segment)]
+    return kept(numbers[:, start : start + matrix.segment_rows(segment)])
 
 
 def numbers_at(buffer: Tensor, offset: int, count: int) -> Tensor:
@@ -63,7 +74,7 @@ def part_numbers(buffer: Tensor, matrix: Matrix, part: Part, way: Way) -> Tensor
     """The numbers of a rectangle's rows in a message buffer: ``[numbers a row, rows of the operator]``."""
     per_row = matrix.row_numbers.to_owner if way == "gather" else matrix.row_numbers.to_shards
     num_rows = matrix.segment_rows(part.segment)
-    return numbers_at(buffer, part.numbers_offset, per_row * num_rows).view(per_row, num_rows)
+    return kept(numbers_at(buffer, part.numbers_offset, per_row * num_rows).view(per_row, num_rows))
 
 
 class Copies(NamedTuple):

@@ -11,21 +11,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from omn_dist.algorithms.row_numbers import NUMBER_BYTES
 from omn_dist.algorithms.team_newton_schulz import Team
 from omn_dist.exchange.numbers import (
+    NOTHING,
     Copies,
     Rectangle,
     Returned,
     StackNumbers,
     copies_in,
     copies_out,
+    kept,
     num_stack_numbers,
     numbers_at,
     part_numbers,
     rows_of,
     stack_numbers,
 )
-from omn_dist.exchange.route import Part, Passage, Side, StackGroup, WaveRoute, Way, wave_route
+from omn_dist.exchange.route import Part, Passage, Side, WaveRoute, Way, wave_route
 from omn_dist.exchange.teams import make_teams
 from omn_dist.exchange.transport import Pending, Traffic, make_transport
 from omn_dist.plan.layout import Segment
@@ -85,7 +88,15 @@ class MatrixWork(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+class _Presence(NamedTuple):
+    """Flags of one message as they lie in it."""
+
+    matrices: tuple[int, ...]
+    flags: Tensor
+    """``[matrices]``, fp32."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Views:
     """A side of a wave as views of its buffer."""
 
@@ -94,10 +105,13 @@ class _Views:
     tensors: list[Tensor]
     numbers: list[Tensor]
     """Parallel to ``tensors``: the numbers of their rows."""
-    flags: dict[int, list[Tensor]]
-    """Of each matrix, one scalar a message."""
+    presences: list[_Presence]
     scalars: dict[int, list[Tensor]]
-    """Of each matrix, what follows the flag in each message from its owner."""
+    """Of each matrix that has some, what follows the flag in each message from its owner."""
+
+    def flags(self, matrix: int) -> list[Tensor]:
+        """Of a matrix, one scalar a message. Looked up only where a gradient is missing."""
+        return [flags[matrices.index(matrix)] for matrices, flags in self.presences if matrix in matrices]
 
     @property
     def rectangles(self) -> Iterator[Rectangle]:
@@ -106,18 +120,19 @@ class _Views:
             yield matrix, segment, numbers
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Stacked:
     """The matrices that this rank owns in a wave."""
 
-    groups: list[tuple[StackGroup, Tensor, list[StackNumbers]]]
+    groups: list[tuple[tuple[int, ...], Tensor, list[StackNumbers]]]
     by_matrix: dict[int, Tensor]
     numbers: dict[int, StackNumbers]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Wave:
-    route: WaveRoute
+    """What a wave needs in every step. Its route is not among it, only what was made from it."""
+
     gather_sent: _Views
     gather_received: _Views
     scatter_sent: _Views
@@ -155,21 +170,22 @@ class Pipeline:
         team_groups: Mapping[tuple[int, ...], dist.ProcessGroup] = MappingProxyType({}),
     ) -> None:
         self.plan = plan
-        self._routes = [wave_route(plan, rank, wave) for wave in plan.waves]
-        self._transport = make_transport(plan, self._routes, rank, group, device)
+        self._rank = rank
+        routes = self._routes()
+        self._transport = make_transport(plan, routes, rank, group, device)
         self._teams = make_teams(plan, rank, team_groups, self._transport.traffic)
         self._device, self._dtype = device, dtype
-        most = max((route.num_stack_elements for route in self._routes), default=0)
+        most = max((route.num_stack_elements for route in routes), default=0)
         self._stack = torch.zeros(most, device=device, dtype=dtype)
-        self._numbers = torch.zeros(
-            max((num_stack_numbers(self._owned(route)) for route in self._routes), default=0), device=device
-        )
-        # Sent and received.
-        self._scatter_slot = self._slot([route.scatter for route in self._routes])
-        self._gather_slots = [self._slot([route.gather for route in self._routes])]
-        self._waves = [self._wave(route, self._gather_slots[0]) for route in self._routes]
+        self._numbers = torch.zeros(max((num_stack_numbers(self._owned(route)) for route in routes), default=0), device=device)
+        self._scatter_slot = self._slot([route.scatter for route in routes])
+        self._gather_slots = [self._slot([route.gather for route in routes])]
+        self._waves = [self._wave(route, self._gather_slots[0]) for route in routes]
         self._early: dict[int, Pending] | None = None
         self._one, self._zero = torch.ones((), device=device), torch.zeros((), device=device)
+
+    def _routes(self) -> list[WaveRoute]:
+        return [wave_route(self.plan, self._rank, wave) for wave in self.plan.waves]
 
     def _slot(self, passages: Sequence[Passage]) -> _Slot:
         """Sent and received bytes of the largest of these passages."""
@@ -189,20 +205,19 @@ class Pipeline:
         back = self._views(route.scatter.received, scatter_received, "scatter")
         matrices, whole = self.plan.matrices, stacked.numbers
         return _Wave(
-            route,
             self._views(route.gather.sent, gather_sent, "gather"),
             received,
             sent,
             back,
             stacked,
             [Place(*own) for own in route.own],
-            [_cut(stacked.by_matrix[matrix], segment) for matrix, segment in route.own],
+            [kept(_cut(stacked.by_matrix[matrix], segment)) for matrix, segment in route.own],
             [rows_of(whole[matrix].received, matrices[matrix], segment) for matrix, segment in route.own],
             [
                 Returned(rows_of(whole[matrix].returned.rows, matrices[matrix], segment), whole[matrix].returned.scalars)
                 for matrix, segment in route.own
             ],
-            [Returned(rows, back.scalars[matrix][0]) for matrix, _, rows in back.rectangles],
+            [Returned(rows, back.scalars.get(matrix, [NOTHING])[0]) for matrix, _, rows in back.rectangles],
             copies_in(matrices, whole, received.rectangles),
             copies_out(matrices, whole, sent.rectangles, sent.scalars),
         )
@@ -225,8 +240,9 @@ class Pipeline:
         """
         self.drop_early()
         if len(self._gather_slots) < len(self._waves):
-            self._gather_slots = [self._slot([route.gather]) for route in self._routes]
-            self._waves = [self._wave(route, slot) for route, slot in zip(self._routes, self._gather_slots, strict=True)]
+            routes = self._routes()
+            self._gather_slots = [self._slot([route.gather]) for route in routes]
+            self._waves = [self._wave(route, slot) for route, slot in zip(routes, self._gather_slots, strict=True)]
         self._early = {}
 
     def drop_early(self) -> None:
@@ -296,9 +312,13 @@ class Pipeline:
     def _launch_gather(self, number: int, work: MatrixWork, *, commit: bool) -> Pending:
         wave = self._waves[number]
         with record_function(f"omn_dist::gather({number})"):
-            for matrix, flags in wave.gather_sent.flags.items():
-                for flag in flags:
-                    flag.fill_(work.has_gradient(matrix))
+            for matrices, flags in wave.gather_sent.presences:
+                present = [work.has_gradient(matrix) for matrix in matrices]
+                if all(present):
+                    flags.fill_(1)
+                else:
+                    for flag, value in zip(flags.unbind(), present, strict=True):
+                        flag.fill_(value)
             work.prepare(wave.gather_sent.places, wave.gather_sent.tensors, wave.gather_sent.numbers, commit=commit)
             return self._transport.gather(number, wave.gather_sent.buffer, wave.gather_received.buffer)
 
@@ -313,20 +333,21 @@ class Pipeline:
                 )
             wave.numbers_in.run()
             work.prepare(wave.own_places, wave.own_tensors, wave.own_numbers, commit=True)
-            return {matrix: self._any_gradient(work, matrix, received.flags.get(matrix, [])) for matrix in wave.stacked.by_matrix}
+            return {matrix: self._any_gradient(work, matrix, received) for matrix in wave.stacked.by_matrix}
 
-    def _any_gradient(self, work: MatrixWork, matrix: int, flags: list[Tensor]) -> Tensor:
-        """One where this rank or one of those that sent ``flags`` has a gradient, else zero; never read on the host here."""
+    def _any_gradient(self, work: MatrixWork, matrix: int, received: _Views) -> Tensor:
+        """One where this rank or one that sent a flag has a gradient, else zero; never read on the host here."""
         if work.has_gradient(matrix):
             return self._one
+        flags = received.flags(matrix)
         return torch.stack(flags).amax() if flags else self._zero
 
     def _transform(self, number: int, work: MatrixWork, present: dict[int, Tensor]) -> None:
         with record_function(f"omn_dist::orthogonalize({number})"):
-            for group, stack, numbers in self._waves[number].stacked.groups:
-                first = group.matrices[0]
+            for matrices, stack, numbers in self._waves[number].stacked.groups:
+                first = matrices[0]
                 if first not in self._teams:
-                    work.transform(group.matrices, stack, numbers)
+                    work.transform(matrices, stack, numbers)
                     continue
                 # A gradient of any part of the matrix is one of the whole.
                 present[first] = self._teams[first].gather(present[first]).amax()
@@ -336,9 +357,8 @@ class Pipeline:
         wave = self._waves[number]
         with record_function(f"omn_dist::scatter({number})"):
             sent = wave.scatter_sent
-            for matrix, flags in sent.flags.items():
-                for flag in flags:
-                    flag.copy_(present[matrix])
+            for matrices, flags in sent.presences:
+                torch.stack([present[matrix] for matrix in matrices], out=flags)
             if sent.places:
                 torch._foreach_copy_(
                     sent.tensors, [_cut(wave.stacked.by_matrix[matrix], segment) for matrix, segment in sent.places]
@@ -353,7 +373,7 @@ class Pipeline:
             work.apply(
                 received.places,
                 received.tensors,
-                [None if work.has_gradient(matrix) else received.flags[matrix][0] for matrix, _ in received.places],
+                [None if work.has_gradient(matrix) else received.flags(matrix)[0] for matrix, _ in received.places],
                 self._waves[number].received_returned,
             )
 
@@ -368,20 +388,22 @@ class Pipeline:
             )
 
     def _views(self, side: Side, buffer: Tensor, way: Way) -> _Views:
-        buffer = buffer[: side.num_bytes]
-        flags: dict[int, list[Tensor]] = {}
+        buffer = buffer[: side.num_bytes].detach()
+        presences = []
         scalars: dict[int, list[Tensor]] = {}
-        for matrix, offset in side.flags:
-            flags.setdefault(matrix, []).append(numbers_at(buffer, offset, 1)[0])
-            if way == "scatter":
-                num_scalars = self.plan.matrices[matrix].row_numbers.scalars
-                scalars.setdefault(matrix, []).append(numbers_at(buffer, offset + FLAG_BYTES, num_scalars))
+        for matrices, offset, pitch in side.flags:
+            # A row for each matrix: its flag, then its scalars.
+            heads = numbers_at(buffer, offset, len(matrices) * pitch // NUMBER_BYTES).view(len(matrices), -1)
+            presences.append(_Presence(matrices, kept(heads[:, 0])))
+            if pitch > FLAG_BYTES:
+                for matrix, head in zip(matrices, heads, strict=True):
+                    scalars.setdefault(matrix, []).append(kept(head[1:]))
         return _Views(
             buffer,
             [Place(part.matrix, part.segment) for part in side.parts],
             [self._part(buffer, part) for part in side.parts],
             [part_numbers(buffer, self.plan.matrices[part.matrix], part, way) for part in side.parts],
-            flags,
+            presences,
             scalars,
         )
 
@@ -391,7 +413,7 @@ class Pipeline:
     def _part(self, buffer: Tensor, part: Part) -> Tensor:
         segment = part.segment
         end = part.offset + segment.num_elements * self._dtype.itemsize
-        return buffer[part.offset : end].view(self._dtype).view(segment.num_rows, segment.num_columns)
+        return kept(buffer[part.offset : end].view(self._dtype).view(segment.num_rows, segment.num_columns))
 
     def _stack_views(self, route: WaveRoute, stack: Tensor, numbers: Tensor) -> _Stacked:
         groups = []
@@ -405,8 +427,8 @@ class Pipeline:
                 (group.pitch, matrix.stored_columns, 1),
                 group.offset,
             )
-            groups.append((group, views, [numbers_by_matrix[index] for index in group.matrices]))
-            by_matrix.update(zip(group.matrices, views.unbind(), strict=True))
+            groups.append((group.matrices, kept(views), [numbers_by_matrix[index] for index in group.matrices]))
+            by_matrix.update(zip(group.matrices, map(kept, views.unbind()), strict=True))
         return _Stacked(groups, by_matrix, numbers_by_matrix)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 from omn_dist.algorithms.row_numbers import NUMBER_BYTES, RowNumbers
@@ -26,14 +27,15 @@ class Part(NamedTuple):
     """``[numbers a row, rows]`` in fp32, empty for most algorithms."""
 
 
-class Flag(NamedTuple):
-    """The place of one fp32 number that says whether the sender of a message has a gradient for a matrix.
+class Flags(NamedTuple):
+    """Neighbouring fp32 numbers of one message that say whether its sender has a gradient for each of these matrices.
 
-    On the way back, the scalars of the matrix's algorithm follow it.
+    On the way back, the scalars of a matrix's algorithm follow its flag. ``offset`` and ``pitch`` in bytes.
     """
 
-    matrix: int
+    matrices: tuple[int, ...]
     offset: int
+    pitch: int
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Side:
     """The arrangement of one flat buffer: what is said to (or by) each other rank, in rank order."""
 
     parts: tuple[Part, ...]
-    flags: tuple[Flag, ...]
+    flags: tuple[Flags, ...]
     num_bytes_by_rank: tuple[int, ...]
     """Bytes to or from each rank."""
 
@@ -135,11 +137,10 @@ def _side(plan: Plan, way: Way, messages: Iterable[tuple[int, list[int]]]) -> Si
     for holder, indices in messages:
         start = offset
         spoken_of = [index for index in indices if plan.matrices[index].held.elements[holder]]
-        for index in spoken_of:
-            flags.append(Flag(index, offset))
-            offset += FLAG_BYTES
-            if way == "scatter":
-                offset += NUMBER_BYTES * plan.matrices[index].row_numbers.scalars
+        scalars = {index: plan.matrices[index].row_numbers.scalars if way == "scatter" else 0 for index in spoken_of}
+        for num_scalars, alike in groupby(spoken_of, key=scalars.__getitem__):
+            flags.append(Flags(tuple(alike), offset, FLAG_BYTES + NUMBER_BYTES * num_scalars))
+            offset += flags[-1].pitch * len(flags[-1].matrices)
         for index in spoken_of:
             matrix = plan.matrices[index]
             per_row = matrix.row_numbers.to_owner if way == "gather" else matrix.row_numbers.to_shards

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -77,31 +77,36 @@ class AllToAll(WaveTransport):
     def __init__(self, plan: Plan, routes: Sequence[WaveRoute], group: dist.ProcessGroup) -> None:
         self.traffic = Traffic()
         self._moves = plan.moves
-        self._routes = routes
+        self._gathers = [_Sizes.of(route.gather) for route in routes]
+        self._scatters = [_Sizes.of(route.scatter) for route in routes]
         self._group = group
 
     @override
     def gather(self, number: int, sent: Tensor, received: Tensor) -> Pending:
         gathers, _ = self._moves[number]
-        return self._exchange(self._routes[number].gather, sent, received) if gathers else Pending()
+        return self._exchange(self._gathers[number], sent, received) if gathers else Pending()
 
     @override
     def scatter(self, number: int, sent: Tensor, received: Tensor) -> Pending:
         _, scatters = self._moves[number]
-        return self._exchange(self._routes[number].scatter, sent, received) if scatters else Pending()
+        return self._exchange(self._scatters[number], sent, received) if scatters else Pending()
 
-    def _exchange(self, passage: Passage, sent: Tensor, received: Tensor) -> Pending:
+    def _exchange(self, sizes: "_Sizes", sent: Tensor, received: Tensor) -> Pending:
         self.traffic.num_collectives += 1
-        self.traffic.num_bytes_sent += passage.sent.num_bytes
-        work = dist.all_to_all_single(
-            received,
-            sent,
-            list(passage.received.num_bytes_by_rank),
-            list(passage.sent.num_bytes_by_rank),
-            group=self._group,
-            async_op=True,
-        )
+        self.traffic.num_bytes_sent += sum(sizes.sent)
+        work = dist.all_to_all_single(received, sent, sizes.received, sizes.sent, group=self._group, async_op=True)
         return Pending((work,))
+
+
+class _Sizes(NamedTuple):
+    """Bytes from and to each rank: all that an all-to-all needs of a route."""
+
+    received: list[int]
+    sent: list[int]
+
+    @classmethod
+    def of(cls, passage: Passage) -> Self:
+        return cls(list(passage.received.num_bytes_by_rank), list(passage.sent.num_bytes_by_rank))
 
 
 class AllGather(WaveTransport):

@@ -222,6 +222,16 @@ def intersect(held: tuple[Piece, ...], region: tuple[Piece, ...]) -> tuple[Segme
     return tuple(segments)
 
 
+def segments(layout: Layout, region: tuple[Piece, ...], rank: int) -> tuple[Segment, ...]:
+    """The rectangles of the region that ``rank`` holds. Matrices that lie alike share them."""
+    return _segments(layout, region, layout._shard_coordinates(rank))
+
+
+@lru_cache(maxsize=4096)
+def _segments(layout: Layout, region: tuple[Piece, ...], coordinates: tuple[int, ...]) -> tuple[Segment, ...]:
+    return intersect(_pieces(layout, coordinates), region)
+
+
 class Held(NamedTuple):
     """What the ranks hold of one region; arrays are cached and read-only, ``[world_size]`` each."""
 
@@ -243,15 +253,15 @@ def held(layout: Layout, region: tuple[Piece, ...]) -> Held:
     for rank in range(layout.world_size):
         coordinates = layout._shard_coordinates(rank)
         if coordinates not in by_coordinates:
-            segments = intersect(_pieces(layout, coordinates), region)
+            found = intersect(_pieces(layout, coordinates), region)
             by_coordinates[coordinates] = (
-                sum(segment.num_elements for segment in segments),
-                sum(segment.num_rows for segment in segments),
-                sum(segment.num_columns for segment in segments),
+                sum(segment.num_elements for segment in found),
+                sum(segment.num_rows for segment in found),
+                sum(segment.num_columns for segment in found),
             )
         elements[rank], rows[rank], columns[rank] = by_coordinates[coordinates]
         replica[rank] = numbers.setdefault(layout.replica(rank), len(numbers))
-    found = Held(elements, replica, rows, columns)
-    for array in found:
+    arrays = Held(elements, replica, rows, columns)
+    for array in arrays:
         array.setflags(write=False)
-    return found
+    return arrays

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from omn_dist.algorithms.newton_schulz import Recipe
 from omn_dist.algorithms.row_numbers import NO_NUMBERS, NUMBER_BYTES, ROW_NUMBERS, RowNumbers
 from omn_dist.plan.cost import CostForm, cost_form, newton_schulz_flops, slice_bytes, slice_collectives, slice_flops
-from omn_dist.plan.layout import Held, Layout, Piece, Segment, held, intersect
+from omn_dist.plan.layout import Held, Layout, Piece, Segment, held, segments
 
 FLAG_BYTES = 4
 """Each message says for each of its matrices, in one fp32 number, whether there is a gradient."""
@@ -18,7 +18,7 @@ MESSAGE_ALIGNMENT = 4
 """Bytes to which what a message says of one matrix is rounded up, so that numbers of any dtype in it are aligned."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Slice:
     """Which part of a whole matrix a team's member works on: its long side is cut into ``size`` parts."""
 
@@ -36,7 +36,7 @@ class Slice:
         return self.stored_rows >= self.stored_columns
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Matrix:
     """One matrix: where it lies in its parameter, how that is sharded, and what its Newton-Schulz costs.
 
@@ -140,7 +140,7 @@ class Matrix:
 
     def segments(self, rank: int) -> tuple[Segment, ...]:
         """The rectangles of this matrix that ``rank`` holds."""
-        return intersect(self.layout.pieces(rank), self.region)
+        return segments(self.layout, self.region, rank)
 
     def segment_rows(self, segment: Segment) -> int:
         """Rows of the operator in a rectangle."""

@@ -72,7 +72,7 @@ class Plan:
         """The ranks of each matrix that a team works on, by its name, in the order of its slices."""
         return {name: tuple(self.owners[index] for index in indices) for name, indices in self._slices.items()}
 
-    @cached_property
+    @property
     def description(self) -> tuple[str, ...]:
         """One line a fact, in a fixed order: what the hash is made of and what is compared when two ranks differ."""
         wave_by_matrix = {index: number for number, wave in enumerate(self.waves) for index in wave}

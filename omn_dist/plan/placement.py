@@ -1,6 +1,7 @@
 """From a parameter, as torch holds it, to its layout as data."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -14,6 +15,10 @@ from omn_dist.plan.layout import REPLICATE, Layout, Placement
 Copies = Literal["share", "repeat"]
 """What ranks with equal copies (HSDP, DDP) do: ``share`` the matrices, each update crossing to the other copies once; or ``repeat``
 the work in every copy, with no traffic between copies."""
+
+
+# Parameters that lie alike share one layout.
+_layout = lru_cache(maxsize=4096)(Layout)
 
 
 @dataclass(frozen=True)
@@ -42,11 +47,11 @@ def placed(name: str, parameter: Tensor, replicas: tuple[int, ...] = (), copies:
     """
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
-        return Placed(Layout(shape, (max(len(replicas), 1),), (REPLICATE,)), replicas)
+        return Placed(_layout(shape, (max(len(replicas), 1),), (REPLICATE,)), replicas)
     mesh = parameter.device_mesh
     on_mesh = mesh.mesh.flatten().tolist()
     ranks = tuple(sorted(on_mesh))
-    layout = Layout(
+    layout = _layout(
         shape,
         tuple(mesh.shape),
         tuple(_as_data(name, parameter, placement) for placement in parameter.placements),
@@ -72,7 +77,7 @@ def _own_copy(layout: Layout, ranks: tuple[int, ...], rank: int) -> Placed:
     along_mesh = sorted(members, key=lambda index: layout.positions[index] if layout.positions else index)
     positions = tuple(along_mesh.index(index) for index in members)
     return Placed(
-        Layout(
+        _layout(
             layout.shape,
             tuple(layout.mesh_shape[axis] for axis in kept),
             tuple(layout.placements[axis] for axis in kept),
@@ -103,4 +108,6 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 def as_matrix(local: Tensor) -> Tensor:
     """A local tensor with its leading dims flattened into rows; shares memory."""
+    if local.ndim == 2:
+        return local
     return local.view(-1, local.shape[-1]) if local.numel() else torch.empty_like(local)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omn_dist import plan_ownership
-from omn_dist.exchange.route import Passage, wave_route
+from omn_dist.exchange.route import Passage, Side, wave_route
 from omn_dist.plan import Layout, Matrix, Plan, plan_matrices
 from omn_dist.plan.cost import newton_schulz_flops
 from omn_dist.plan.layout import SHARD_ROWS, Segment
@@ -162,6 +162,10 @@ def _exchange(plan: Plan, wave: int, wholes: list[np.ndarray]) -> None:
             segment.matrix_column : segment.matrix_column + segment.num_columns,
         ]
 
+    def flags(side: Side) -> list[tuple[int, int]]:
+        """Matrix and offset of each flag."""
+        return [(matrix, offset + at * pitch) for matrices, offset, pitch in side.flags for at, matrix in enumerate(matrices)]
+
     def carry(passages: list[Passage]) -> list[np.ndarray]:
         """What each rank receives when every part sends its elements and every flag 1000 and its matrix; -2 is padding."""
         sent = []
@@ -170,8 +174,8 @@ def _exchange(plan: Plan, wave: int, wholes: list[np.ndarray]) -> None:
             for part in passage.sent.parts:
                 data = np.repeat(cut(wholes[part.matrix], part.segment).ravel(), itemsize // 2)
                 buffer[part.offset // 2 : part.offset // 2 + len(data)] = data
-            for flag in passage.sent.flags:
-                buffer[flag.offset // 2 : flag.offset // 2 + 2] = 1000 + flag.matrix
+            for matrix, offset in flags(passage.sent):
+                buffer[offset // 2 : offset // 2 + 2] = 1000 + matrix
             sent.append(np.split(buffer, np.cumsum(passage.sent.num_bytes_by_rank)[:-1] // 2))
         for rank, passage in enumerate(passages):
             sizes = [2 * len(sent[source][rank]) for source in range(plan.world_size)]
@@ -180,7 +184,7 @@ def _exchange(plan: Plan, wave: int, wholes: list[np.ndarray]) -> None:
 
     for rank, arrived in enumerate(carry([route.gather for route in routes])):
         route = routes[rank]
-        assert all(arrived[flag.offset // 2] == 1000 + flag.matrix for flag in route.gather.received.flags)
+        assert all(arrived[offset // 2] == 1000 + matrix for matrix, offset in flags(route.gather.received))
         for group in route.owned:
             assert group.offset * itemsize % 64 == 0
             assert group.pitch * itemsize % 64 == 0
