@@ -2,13 +2,15 @@
 
 Gaussian matrices, one thread on a CPU. All ways of one shape are interleaved; a row is the time of one matrix, and *of standard* is
 that over the standard form in the same dtype, one by one, in the same round. Errors are relative to the schedule's polynomial of
-the singular values in fp64. The optimizer refuses the Gram form in bfloat16, for errors that gaussian matrices do not show
-(docs/algorithms.md).
+the singular values in fp64. The optimizer refuses the Gram form in bfloat16, for errors that gaussian matrices do not show, and
+runs the symmetric form only on shapes where it pays; here every form runs on every shape (docs/algorithms.md).
 
-    python benchmarks/newton_schulz.py --shapes 256x256,256x512 [--schedule quintic] [--batch 4] [--device cuda] [--json]
+    python benchmarks/newton_schulz.py --shapes 256x256,256x512 [--forms standard,symmetric] [--schedule quintic] [--batch 4]
+        [--device cuda] [--json]
 """
 
 import argparse
+import itertools
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,26 +21,33 @@ from common import quartiles, show, summary
 from torch import Tensor
 
 from omn_dist.algorithms.coefficients import SCHEDULES, Schedule
-from omn_dist.algorithms.iteration import gram_flops, gram_form, standard_flops, standard_form
+from omn_dist.algorithms.iteration import gram_flops, gram_form, standard_flops, standard_form, symmetric_flops
 
-FORMS = {"standard": (standard_form, standard_flops), "gram": (gram_form, gram_flops)}
+FORMS = {
+    "standard": (standard_form, standard_flops),
+    "symmetric": (partial(standard_form, symmetric=True), symmetric_flops),
+    "gram": (gram_form, gram_flops),
+}
 DTYPES = (torch.float32, torch.bfloat16)
 Way = tuple[str, torch.dtype, bool]
 """Form, dtype, and whether all matrices go in one call."""
 
 
-def measure(short: int, long: int, schedule: Schedule, batch: int, device: str, num_rounds: int) -> list[dict[str, Any]]:
-    """The rows of one shape."""
+def measure(
+    short: int, long: int, forms: list[str], schedule: Schedule, batch: int, device: str, num_rounds: int
+) -> list[dict[str, Any]]:
+    """The rows of one shape; the first form is the standard one."""
     stack = torch.randn(batch, short, long, generator=torch.Generator().manual_seed(0))
     stack = (stack / torch.linalg.vector_norm(stack, dim=(1, 2), keepdim=True)).to(device)
     left, values, right = torch.linalg.svd(stack.double().cpu(), full_matrices=False)
     exact = (left * torch.from_numpy(schedule.mapped(values.numpy())).unsqueeze(1)) @ right
     ways: dict[Way, Callable[[], Any]] = {}
-    for form, (function, _) in FORMS.items():
-        for dtype in DTYPES:
-            given = stack.to(dtype)
-            ways[form, dtype, False] = partial(_one_by_one, function, given, schedule)
-            ways[form, dtype, True] = partial(function, given, schedule)
+    # What is compared is measured close together, since the rate of a machine changes within seconds.
+    for dtype, batched, form in itertools.product(DTYPES, (False, True), forms):
+        function, _ = FORMS[form]
+        given = stack.to(dtype)
+        all_at_once, each = partial(function, given, schedule), partial(_one_by_one, function, given, schedule)
+        ways[form, dtype, batched] = all_at_once if batched else each
     errors = {way: float((torch.stack(list(call())).double().cpu() - exact).norm() / exact.norm()) for way, call in ways.items()}
     times: dict[Way, list[float]] = {way: [] for way in ways}
     for _ in range(num_rounds):
@@ -84,10 +93,19 @@ def _shapes(text: str) -> list[tuple[int, int]]:
     return [(int(short), int(long)) for short, long in (shape.split("x") for shape in text.split(","))]
 
 
+def _forms(text: str) -> list[str]:
+    """``symmetric``, or several with commas; the standard form comes first, since others are compared with it."""
+    names = text.split(",")
+    if unknown := set(names) - FORMS.keys():
+        raise argparse.ArgumentTypeError(f"found {sorted(unknown)}, expected some of {list(FORMS)}")
+    return [form for form in FORMS if form == "standard" or form in names]
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", type=_shapes, default=_shapes("256x256,256x320,256x384,256x512,256x768,256x1024,256x2048"))
+    parser.add_argument("--forms", type=_forms, default=list(FORMS), help="beside the standard form")
     parser.add_argument("--schedule", choices=list(SCHEDULES), default="quintic")
     parser.add_argument("--batch", type=int, default=4, help="matrices of one shape")
     parser.add_argument("--device", default="cpu")
@@ -96,7 +114,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = False
-    options = (SCHEDULES[arguments.schedule], arguments.batch, arguments.device, arguments.rounds)
+    options = (arguments.forms, SCHEDULES[arguments.schedule], arguments.batch, arguments.device, arguments.rounds)
     show([row for shape in arguments.shapes for row in measure(*shape, *options)], arguments.json)
 
 

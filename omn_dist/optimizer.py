@@ -76,8 +76,8 @@ class DualOptimizer(torch.optim.Optimizer):
         teams: ``"never"``: each matrix has one owner. ``"auto"``: a team of ranks works on one matrix where more ranks than
             large matrices would leave some idle, and the simulated step says that it pays on a device like this one. Or the
             ranks of a team (ascending, numbered as in the plan) by matrix name, the others keeping one owner. Results of teams are
-            deterministic, but not bitwise those of one process (docs/numerics.md has the tolerance). NorMuon, vectors, guards and
-            the Gram form keep one owner. Not together with ``owners``.
+            deterministic, but not bitwise those of one process (docs/numerics.md has the tolerance). NorMuon, vectors, guards,
+            the Gram form and, where it runs, the symmetric form keep one owner. Not together with ``owners``.
         master_weights: keep an fp32 copy of every half-precision parameter in the state (key ``master``), step on that, and
             round it to the parameter. Without it steps below the parameter's precision are lost; a warning says so.
         overrides: fields of the preset.

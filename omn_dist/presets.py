@@ -55,7 +55,7 @@ class Preset:
     newton_schulz_dtype: DtypeName | None = None
     """Another dtype of the iteration than the recipe's; norms accumulate in fp32 always."""
     form: FormChoice = "standard"
-    """Form of the iteration; ``gram`` and ``auto`` need an iteration in float32."""
+    """Form of the iteration: ``standard``, ``symmetric``, ``gram`` or ``auto``; the last two need an iteration in float32."""
     cautious_decay: bool = False
     """Whether decay leaves out the elements that the update takes away from zero."""
     spectral_cap: float | None = None

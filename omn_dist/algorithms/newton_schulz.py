@@ -24,7 +24,7 @@ class Recipe:
     """How the numbers of one Newton-Schulz call are made: schedule, dtypes, guards of the normalisation, form.
 
     Raises:
-        SettingsError: the Gram form in half precision, see ``form``.
+        SettingsError: an unknown form, or the Gram form in half precision, see ``form``.
     """
 
     name: str
@@ -45,14 +45,18 @@ class Recipe:
     restore_dtype: bool
     """Whether the result comes back in the dtype of the direction, or in ``dtype``."""
     form: FormChoice = "standard"
-    """``standard``; ``gram``, which iterates on the short side's Gram matrix; ``auto``, whichever costs fewer FLOPs for the shape.
+    """``standard``; ``symmetric``, which leaves out part of each symmetric product, on shapes where that is faster; ``gram``, which
+    iterates on the short side's Gram matrix; ``auto``, the standard or the Gram form, whichever costs fewer FLOPs for the shape.
     The Gram form squares the condition number, and in half precision its rounding makes negative eigenvalues that grow by the
     square of each slope: it is for fp32 only."""
 
     def __post_init__(self) -> None:
-        if self.form != "standard" and self.dtype != torch.float32:
+        if self.form not in get_args(FormChoice):
+            raise SettingsError(unknown_name("form", self.form, get_args(FormChoice)))
+        if self.form in ("gram", "auto") and self.dtype != torch.float32:
             raise SettingsError(
-                f"form: found {self.form!r} with an iteration in {self.dtype}, expected 'standard'; the Gram form needs float32"
+                f"form: found {self.form!r} with an iteration in {self.dtype}, expected 'standard' or 'symmetric'; "
+                "the Gram form needs float32"
             )
 
     @property
@@ -190,12 +194,13 @@ def orthogonalize_into(out: Tensor, direction: Tensor, recipe: Recipe, scratch: 
     _normalize_into(iterate, direction, recipe, tall)
     if tall:
         iterate = iterate.mT
-    if chosen_form(recipe.form, recipe.schedule, *iterate.shape[-2:]) == "gram":
+    form = chosen_form(recipe.form, recipe.schedule, recipe.dtype, *iterate.shape[-2:])
+    if form == "gram":
         result = gram_form(iterate, recipe.schedule)
     else:
         # The last product can land where the result belongs, unless that has other strides or another dtype.
         direct = not tall and out.dtype == recipe.dtype and out.is_contiguous()
-        result = standard_form(iterate, recipe.schedule, scratch, out if direct else None)
+        result = standard_form(iterate, recipe.schedule, scratch, out if direct else None, symmetric=form == "symmetric")
     if tall:
         copy_transposed(out, result)
     elif result is not out:

@@ -3,11 +3,11 @@
 import math
 from typing import Literal
 
-from omn_dist.algorithms.iteration import chosen_form, gram_flops, standard_flops
+from omn_dist.algorithms.iteration import chosen_form, gram_flops, standard_flops, strip_elements, strips, symmetric_flops
 from omn_dist.algorithms.newton_schulz import Recipe
 from omn_dist.plan.devices import Device, Topology
 
-CostForm = Literal["standard", "cubic", "gram"]
+CostForm = Literal["standard", "cubic", "symmetric", "symmetric cubic", "gram"]
 """What runs at the owner, as far as its cost goes; a cubic step needs no square of the Gram matrix."""
 
 # Kernels of one step, and around the steps (cast, two norms, two divisions, transposes); and calls that make views (counted: the
@@ -16,6 +16,9 @@ _LAUNCHES_A_STEP = 3
 _LAUNCHES_AROUND = 8
 _VIEWS_A_STEP = 1
 _VIEWS_AROUND = 12
+# Of the symmetric form: parts of the operands of a strip's product, and of its copy.
+_VIEWS_A_STRIP = 10
+_SYMMETRIC = ("symmetric", "symmetric cubic")
 # Collectives of a team beside its steps: whether there is a gradient, and the numbers of the normalisation.
 _TEAM_NUMBERS = 2
 
@@ -24,12 +27,14 @@ def newton_schulz_flops(num_rows: int, num_columns: int, num_steps: int, form: C
     """FLOPs of k steps with short side s and long side l: ``k (4 s^2 l + 2 s^3)`` in the standard form.
 
     Each step makes the Gram matrix (2 s^2 l), its square (2 s^3; not for ``cubic``) and one rectangular product (2 s^2 l). The
-    Gram form takes ``8 s^2 l + 28 s^3`` for five steps, see :func:`~omn_dist.algorithms.iteration.gram_flops`.
+    symmetric form computes 5/8 of the first two, see :func:`~omn_dist.algorithms.iteration.symmetric_flops`; the Gram form takes
+    ``8 s^2 l + 28 s^3`` for five steps, see :func:`~omn_dist.algorithms.iteration.gram_flops`.
     """
     short, long = sorted((num_rows, num_columns))
     if form == "gram":
         return gram_flops(short, long, num_steps)
-    return standard_flops(short, long, num_steps, cubic=form == "cubic")
+    flops = symmetric_flops if form in _SYMMETRIC else standard_flops
+    return flops(short, long, num_steps, cubic=form in ("cubic", "symmetric cubic"))
 
 
 def slice_flops(short: int, width: int, num_steps: int, size: int, form: CostForm) -> int:
@@ -62,9 +67,10 @@ def slice_collectives_a_step(form: CostForm) -> int:
 
 def cost_form(recipe: Recipe, num_rows: int, num_columns: int) -> CostForm:
     """The form that the recipe runs for a shape."""
-    if chosen_form(recipe.form, recipe.schedule, *sorted((num_rows, num_columns))) == "gram":
-        return "gram"
-    return "cubic" if recipe.schedule.is_cubic else "standard"
+    form = chosen_form(recipe.form, recipe.schedule, recipe.dtype, *sorted((num_rows, num_columns)))
+    if form == "gram" or not recipe.schedule.is_cubic:
+        return form
+    return "symmetric cubic" if form == "symmetric" else "cubic"
 
 
 def newton_schulz_seconds(
@@ -76,11 +82,24 @@ def newton_schulz_seconds(
     """
     short, long = sorted((num_rows, num_columns))
     flops = newton_schulz_flops(num_rows, num_columns, num_steps, form)
+    num_launches = _LAUNCHES_A_STEP * num_steps + _LAUNCHES_AROUND
+    num_views = _VIEWS_A_STEP * num_steps + _VIEWS_AROUND
     num_bytes = itemsize * (num_steps * (4 * short * long + 5 * short * short) + 4 * short * long)
+    seconds_of_products = flops / device.matmul_rate(short, itemsize)
+    if form in _SYMMETRIC:
+        cuts = strips(short)
+        flops_of_whole = 2 * num_steps * short * short * long
+        seconds_of_products = flops_of_whole / device.matmul_rate(short, itemsize)
+        seconds_of_products += (flops - flops_of_whole) / device.matmul_rate(cuts[0][1], itemsize)
+        num_products = num_steps * (1 if form == "symmetric cubic" else 2)
+        # Each strip is a product, and all but the first are copied.
+        num_launches += num_products * 2 * (len(cuts) - 1)
+        num_views += num_products * _VIEWS_A_STRIP * len(cuts)
+        num_bytes += num_products * 2 * itemsize * (short * short - strip_elements(short))
     return (
-        (_LAUNCHES_A_STEP * num_steps + _LAUNCHES_AROUND) * device.launch_seconds
-        + (_VIEWS_A_STEP * num_steps + _VIEWS_AROUND) * device.view_seconds
-        + flops / device.matmul_rate(short, itemsize)
+        num_launches * device.launch_seconds
+        + num_views * device.view_seconds
+        + seconds_of_products
         + num_bytes / device.memory_bytes_per_second
     )
 

@@ -206,4 +206,6 @@ def whole_only(algorithm: str, form: CostForm, guards: Sequence[str]) -> str:
         return f"algorithm {algorithm}"
     if form == "gram":
         return "the Gram form"
+    if form.startswith("symmetric"):
+        return "the symmetric form"
     return guards[0] if guards else ""

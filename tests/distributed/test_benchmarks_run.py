@@ -36,7 +36,7 @@ def test_forms_dtypes_and_batches_of_newton_schulz() -> None:
     rows = _rows("newton_schulz.py", "--shapes", "16x24", "--batch", "2", "--rounds", "5")
     ways = ("one by one", "batched")
     assert list(rows) == [
-        f"{form}, {dtype}, {way}" for form in ("standard", "gram") for dtype in ("float32", "bfloat16") for way in ways
+        f"{form}, {dtype}, {way}" for dtype in ("float32", "bfloat16") for way in ways for form in ("standard", "symmetric", "gram")
     ]
     assert all(row["shape"] == "16x24" for row in rows.values())
     assert rows["standard, float32, one by one"]["of_standard"] == 1

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from omn_dist import DualOptimizer
+from omn_dist.algorithms import iteration
 
 NUM_STEPS = 5
 VECTOR_SHAPES = ((7,), (33, 5), (1,), (64,))
@@ -125,6 +126,32 @@ def test_plain_tensors_in_one_process(preset: str) -> None:
     torch.set_num_threads(1)
     found, _ = _sharded_result(None, preset=preset)
     _assert_equal(found, _reference(preset), "plain")
+
+
+def _symmetric() -> list[Tensor]:
+    """Weights after two steps of matrices with several strips, and of some that are too small for the form."""
+    iteration._SYMMETRIC_FROM.update({2: (17, 0), 4: (17, 0)})
+    shapes = [(100, 130), (131, 40), (48, 49), (17, 200), (3, 90)]
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    weights = {}
+    for preset, form in itertools.product(("torch", "omn"), ("symmetric", "standard")):
+        matrices = [sharded(tensor, mesh) for tensor in whole_tensors(shapes, 0)]
+        optimizer = DualOptimizer([{"params": matrices, "algorithm": "muon"}], preset=preset, form=form, wave_bytes=2**16)
+        assert {matrix.form for matrix in optimizer.plans[0].matrices} == {form, "standard"}
+        for step in range(2):
+            for matrix, gradient in zip(matrices, whole_tensors(shapes, 100 + step), strict=True):
+                set_gradient(matrix, gradient)
+            optimizer.step()
+        weights[preset, form] = [whole(matrix) for matrix in matrices]
+    assert not torch.equal(weights["omn", "symmetric"][0], weights["omn", "standard"][0]), "a short side of 100 tells forms apart"
+    return weights["omn", "symmetric"] + weights["torch", "symmetric"]
+
+
+def test_the_symmetric_form_has_the_same_bits_on_every_number_of_ranks() -> None:
+    (expected,) = run_ranks(1, _symmetric)
+    for world_size in (2, 3):
+        for found in run_ranks(world_size, _symmetric):
+            _assert_equal(found, expected, f"{world_size} ranks")
 
 
 def _agreement() -> list[bytes]:

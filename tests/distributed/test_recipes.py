@@ -14,7 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from omn_dist import PRESETS, DualOptimizer, orthogonalize
+from omn_dist.algorithms import iteration
 from omn_dist.algorithms.guards import spectral_norm, stable_rank
+from omn_dist.algorithms.iteration import symmetric_flops
 from omn_dist.algorithms.newton_schulz import build_recipe, group_recipe
 from omn_dist.settings import SettingsError
 
@@ -91,6 +93,7 @@ def test_every_field_is_one_override_away() -> None:
         ({"schedule": "cans", "num_steps": 3}, "fitted for 5"),
         ({"schedule": [[9.0, -30.0, 30.0]]}, "another normalisation"),
         ({"form": "gram", "newton_schulz_dtype": "bfloat16"}, "needs float32"),
+        ({"form": "symetric"}, "did you mean 'symmetric'"),
         ({"scale": "spectral"}, "unknown"),
         ({"spectral_cap": 0.0}, "spectral_cap: found 0.0"),
         ({"row_beta": 1.5}, "row_beta: found 1.5"),
@@ -107,6 +110,27 @@ def test_the_gram_form_in_a_step_and_in_the_plan() -> None:
     optimizer = DualOptimizer([{"params": [nn.Parameter(weight)], "algorithm": "muon"}], form="auto")
     assert optimizer.plans[0].matrices[0].flops == 8 * 8 * 8 * 64 + 28 * 8**3
     assert "(gram)" in optimizer.plans[0].description[-1]
+
+
+def test_the_symmetric_form_in_a_step_and_in_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, gradient = _normal((32, 80), 0), _normal((32, 80), 1)
+    options: dict[str, Any] = {"preset": "omn", "form": "symmetric"}
+    standard = _after(weight, [gradient], preset="omn")
+    assert torch.equal(_after(weight, [gradient], **options), standard), "too small"
+    monkeypatch.setattr(iteration, "_SYMMETRIC_FROM", {2: (20, 0), 4: (20, 0)})
+    assert torch.allclose(_after(weight, [gradient], **options), standard, rtol=0, atol=1e-6)
+    for schedule, name, flops in (
+        (None, "symmetric", symmetric_flops(32, 80, 5)),
+        ("cubic", "symmetric cubic", symmetric_flops(32, 80, 5, cubic=True)),
+    ):
+        matrices = [nn.Parameter(_normal((32, 80), 0)), nn.Parameter(_normal((19, 80), 0))]
+        optimizer = DualOptimizer([{"params": matrices, "algorithm": "muon"}], schedule=schedule, **options)
+        plan = optimizer.plans[0]
+        assert plan.matrices[0].flops == flops
+        assert plan.matrices[1].form == ("cubic" if schedule else "standard"), "too small"
+        assert f"({name})" in "\n".join(plan.description)
+    with pytest.raises(SettingsError, match="did you mean 'symmetric'"):
+        DualOptimizer([{"params": [nn.Parameter(weight)], "algorithm": "muon", "form": "symetric"}])
 
 
 # --- scales and dtypes ---------------------------------------------------------------------------------------------------

@@ -63,6 +63,7 @@ def test_explicit_zeros_are_kept(tiny: Path) -> None:
         ("bath.global_batch=1", "did you mean 'batch'"),
         ("optimizer.preset=omm", "did you mean 'omn'"),
         ("optimizer.overrides.adam_lr=1", "did you mean 'adamw_lr'"),
+        ("optimizer.overrides.form=symetric", "did you mean 'symmetric'"),
         ("optimizer.transport=all_to_al", "did you mean 'all_to_all'"),
         ("optimizer.teams=aut", "did you mean 'auto'"),
         ("batch.global_batch=many", "batch.global_batch: found 'many', expected int"),

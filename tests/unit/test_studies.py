@@ -9,7 +9,7 @@ import torch
 
 from omn_dist.cli import main
 from omn_dist.plan import plan_ownership
-from omn_dist.plan.cost import newton_schulz_flops, newton_schulz_seconds
+from omn_dist.plan.cost import CostForm, newton_schulz_flops, newton_schulz_seconds
 from omn_dist.plan.devices import DEVICES, Device, Topology
 from omn_dist.plan.simulation import shared_cores, simulate
 from omn_dist.settings import SettingsError
@@ -42,6 +42,26 @@ def test_seconds_add_launches_products_and_memory() -> None:
     assert newton_schulz_seconds(4, 8, 5, viewing, 4) == flops + 17
     half = Device(**{**vars(UNIT), "half_rate_side": 4.0})
     assert newton_schulz_seconds(4, 8, 5, half, 4) == 2 * flops
+
+
+@pytest.mark.parametrize("form", ["symmetric", "symmetric cubic"])
+def test_seconds_of_the_symmetric_form_count_its_strips(form: CostForm) -> None:
+    products = 5 * (1 if form == "symmetric cubic" else 2)
+    flops = newton_schulz_flops(64, 128, 5, form)
+    assert newton_schulz_seconds(64, 128, 5, UNIT, 4, form) == flops
+    # Four strips instead of one product, and three copies.
+    launching = Device(**{**vars(UNIT), "launch_seconds": 1.0})
+    assert newton_schulz_seconds(64, 128, 5, launching, 4, form) == flops + 23 + 6 * products
+    viewing = Device(**{**vars(UNIT), "view_seconds": 1.0})
+    assert newton_schulz_seconds(64, 128, 5, viewing, 4, form) == flops + 17 + 40 * products
+    # The whole product runs at the rate of a short side of 64, strips at that of 16.
+    half = Device(**{**vars(UNIT), "half_rate_side": 16.0})
+    whole = 5 * 2 * 64 * 64 * 128
+    assert newton_schulz_seconds(64, 128, 5, half, 4, form) == whole * 80 / 64 + (flops - whole) * 2
+    # 6 of 16 blocks of 16 x 16 are read and written once more.
+    moving = Device(**{**vars(UNIT), "memory_bytes_per_second": 1.0})
+    more = newton_schulz_seconds(64, 128, 5, moving, 2, form) - newton_schulz_seconds(64, 128, 5, moving, 2)
+    assert more == (flops - newton_schulz_flops(64, 128, 5)) / 4 + products * 2 * 2 * 6 * 16 * 16
 
 
 def test_exchange_takes_the_slower_network() -> None:

@@ -235,16 +235,20 @@ def test_nodes_are_those_that_are_given() -> None:
 
 def test_what_needs_one_owner_keeps_it() -> None:
     fast = Device(**{**vars(UNIT), "topology": FAST})
-    layout = Layout((64, 256), (4,), (SHARD_ROWS,))
+    layout = Layout((512, 1024), (4,), (SHARD_ROWS,))
     for algorithm, recipe, guards in (
         ("normuon", RECIPES["omn"], ()),
         ("muon", build_recipe("omn", form="gram"), ()),
+        ("muon", build_recipe("omn", form="symmetric"), ()),
         ("muon", RECIPES["omn"], ("spectral_cap",)),
     ):
         matrix = Matrix.whole("a", layout, 5).worked_by(algorithm, recipe, guards)
         choice = choose_teams(plan_matrices([matrix], 4), fast)
         assert choice.plan.owners == (0,)
         assert f"{matrix.whole_only} needs one owner" in str(choice)
+    # Too small for the symmetric form, so it runs the standard one.
+    small = Matrix.whole("a", Layout((64, 256), (4,), (SHARD_ROWS,)), 5).worked_by("muon", build_recipe("omn", form="symmetric"))
+    assert choose_teams(plan_matrices([small], 4), fast).plan.teams
     # A matrix that lies whole on one rank stays there.
     whole_there = Matrix.whole("a", Layout((64, 256), (4,), (Placement("shard", 0),)), 5)
     assert choose_teams(plan_matrices([whole_there], 4), fast).plan.teams
