@@ -74,8 +74,8 @@ def transform(directions: Tensor, settings: MuonSettings, *, deterministic: bool
     num_bytes = 2 * short * (num_rows + num_columns) * settings.recipe.dtype.itemsize
     budget = _CPU_BATCH_BYTES if directions.device.type == "cpu" else _BATCH_BYTES
     most = 1 if deterministic else max(1, budget // num_bytes)
-    for batch in torch.split(directions, most):
-        _transform(batch if len(batch) > 1 else batch[0], settings, scratch)
+    for batch in directions.unbind() if most == 1 else torch.split(directions, most):
+        _transform(batch, settings, scratch)
 
 
 def _transform(directions: Tensor, settings: MuonSettings, scratch: Scratch) -> None:

@@ -20,7 +20,7 @@ from omn_dist.plan.strategies import Strategy, owners_by
 from omn_dist.plan.tally import StepTraffic, Tally
 from omn_dist.plan.traffic import Counts, Transport, bytes_sent, message_bytes
 from omn_dist.plan.views import View, matrices_of
-from omn_dist.plan.waves import assign_waves, default_wave_bytes, lockstep_makespan
+from omn_dist.plan.waves import assign_waves, default_wave_bytes, least_waves, lockstep_makespan
 
 
 @dataclass(frozen=True)
@@ -246,12 +246,16 @@ def plan_matrices(
     for matrix in chosen:
         if matrix.layout.world_size != world_size:
             raise ValueError(f"matrix {matrix.name}: on {matrix.layout.world_size} ranks, expected {world_size} like its plan")
+    least = 1
     if wave_bytes is None:
         wave_bytes = default_wave_bytes(chosen, world_size, wire_itemsize)
+        least = least_waves(chosen, world_size, wire_itemsize)
     flops = [matrix.flops for matrix in chosen]
     given = None if owners is None else [tuple(owners[index] for index in order)]
     proposals = given or owners_by(strategy, chosen, world_size, flops)
-    found = [(assigned, assign_waves(chosen, assigned, world_size, wave_bytes, wire_itemsize, flops)) for assigned in proposals]
+    found = [
+        (assigned, assign_waves(chosen, assigned, world_size, wave_bytes, wire_itemsize, flops, least)) for assigned in proposals
+    ]
     # Of assignments that are about as even, the one that makes ranks wait least for each other from wave to wave.
     assigned, waves = min(found, key=lambda plan: lockstep_makespan(plan[1], plan[0], flops, world_size))
     return Plan(world_size, chosen, assigned, waves, wire_itemsize, wave_bytes, transport)
@@ -276,7 +280,8 @@ def plan_ownership(
             on the meta device will do).
         world_size: number of ranks of the shard axis.
         num_steps: Newton-Schulz iterations, for the cost.
-        wave_bytes: byte budget of one slot and of the stack, per rank; ``None`` for :func:`default_wave_bytes`.
+        wave_bytes: byte budget of one slot and of the stack, per rank; ``None`` for :func:`default_wave_bytes`
+            and :func:`least_waves`.
         wire_itemsize: bytes of one element in flight: 4 for fp32, 2 for bf16.
         transport: how waves move.
         strategy: how owners are chosen.

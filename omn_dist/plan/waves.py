@@ -13,6 +13,9 @@ _LITERAL_BYTES = 2**20
 
 _LEAST_BYTES, _MOST_BYTES = 2**20, 2**26
 
+_LEAST_WAVES = 8
+"""By default: the first gather and the last scatter, which nothing hides, are then a small part of all."""
+
 Waves = list[list[int]]
 """Indices into matrices."""
 
@@ -25,6 +28,12 @@ def default_wave_bytes(matrices: Sequence[Matrix], world_size: int, wire_itemsiz
     """
     largest = Tally(matrices, [0] * len(matrices), world_size, wire_itemsize).largest_round
     return min(max(2 * largest, _LEAST_BYTES), _MOST_BYTES)
+
+
+def least_waves(matrices: Sequence[Matrix], world_size: int, wire_itemsize: int) -> int:
+    """Waves when no budget is given: eight, or fewer where they would be smaller than 1 MiB on a rank."""
+    share = sum(matrix.num_elements for matrix in matrices) * wire_itemsize // world_size
+    return max(1, min(_LEAST_WAVES, share // _LEAST_BYTES))
 
 
 def lockstep_makespan(waves: Sequence[Sequence[int]], owners: Sequence[int], costs: Sequence[int], world_size: int) -> int:
@@ -46,6 +55,7 @@ def assign_waves(
     wave_bytes: int,
     wire_itemsize: int,
     costs: Sequence[int] | None = None,
+    least: int = 1,
 ) -> tuple[tuple[int, ...], ...]:
     """The matrices of each wave, as indices into ``matrices``, in the order in which they are packed.
 
@@ -68,6 +78,7 @@ def assign_waves(
         wave_bytes: budget of one slot and of the stack, on each rank.
         wire_itemsize: bytes of one element in flight.
         costs: work of each matrix; its FLOPs when ``None``.
+        least: the smallest number of waves, as far as there is something for each.
     """
     if not matrices:
         return ()
@@ -86,7 +97,7 @@ def assign_waves(
     sets.sort(key=lambda part: min(keys[index] for index in part))
     # The rank that holds most of a set decides how much room the set needs.
     room = [int(max(np.bincount([owners[index] for index in part], [sizes[index] for index in part]))) for part in sets]
-    waves = fewest(lambda count: _spread(sets, room, count), tally, most, [list(range(len(sets)))])
+    waves = fewest(lambda count: _spread(sets, room, count), tally, most, [list(range(len(sets)))], least)
     return tuple(tuple(sorted(wave, key=lambda index: matrices[index].name)) for wave in waves)
 
 
@@ -117,8 +128,8 @@ def _common_rounds(queues: Sequence[Sequence[int]], kinds: Sequence[int]) -> tup
     return rounds, [[index for index in queue if index not in taken] for queue in queues]
 
 
-def fewest(cut: Callable[[int], Waves], tally: Tally, budget: int, queues: Sequence[Sequence[int]]) -> Waves:
-    """The cut into the smallest number of waves that needs no more than ``budget`` bytes, or else as few bytes as can be.
+def fewest(cut: Callable[[int], Waves], tally: Tally, budget: int, queues: Sequence[Sequence[int]], least: int = 1) -> Waves:
+    """The cut into the smallest number of waves, but ``least``, that needs no more than ``budget`` bytes, or else the fewest bytes.
 
     Temporaries fall with the number of waves, down to those of the largest matrix: doubling until the budget holds, then
     bisection.
@@ -130,7 +141,8 @@ def fewest(cut: Callable[[int], Waves], tally: Tally, budget: int, queues: Seque
     def needed(waves: Waves) -> int:
         return tally.traffic(waves).temporary
 
-    low, high = 0, 1
+    high = min(least, most)
+    low = high - 1
     best = cut(high)
     while needed(best) > budget and high < most:
         low, high = high, min(2 * high, most)

@@ -70,6 +70,15 @@ def test_temporaries_do_not_grow_with_depth() -> None:
     assert max(needed) <= 1.35 * min(needed)
 
 
+def test_a_default_plan_has_eight_waves_where_they_are_worth_a_collective() -> None:
+    shapes = {**dict.fromkeys("qkvo", (512, 512)), "gate": (1368, 512), "up": (1368, 512), "down": (512, 1368)}
+    layers = {f"layers.{layer}.{name}": shape for layer in range(8) for name, shape in shapes.items()}
+    assert len(plan_ownership(layers, 4, wire_itemsize=2).waves) == 8
+    assert len(plan_ownership({f"m{index}": (24, 64) for index in range(74)}, 4, wire_itemsize=2).waves) == 1
+    # A budget that somebody chose is taken as it is.
+    assert len(plan_ownership(layers, 4, wire_itemsize=2, wave_bytes=2**26).waves) == 1
+
+
 def test_wave_budget_is_kept_where_it_can_be() -> None:
     matrices = {f"m{index}": (64, 64) for index in range(64)}
     for budget in (2**16, 2**18, 2**20):
