@@ -1,7 +1,8 @@
 """Parts of a step on CPU shards in one pass over memory each, with the bits of torch's operations.
 
 Torch reads and writes memory once for every operation; these kernels (kernels.c, built when the package is installed, where there
-is a C compiler) do so once for all of them. Nothing needs them: what they do not take, torch does, to the same bits.
+is a C compiler) do so once for all of them. Nothing needs them: what they do not take, torch does, to the same bits. (The sign of a
+zero is that of torch's vector loops; their scalar tails differ from them in it, see docs/numerics.md.)
 """
 
 import ctypes

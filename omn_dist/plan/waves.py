@@ -129,7 +129,7 @@ def _common_rounds(queues: Sequence[Sequence[int]], kinds: Sequence[int]) -> tup
 
 
 def fewest(cut: Callable[[int], Waves], tally: Tally, budget: int, queues: Sequence[Sequence[int]], least: int = 1) -> Waves:
-    """The cut into the smallest number of waves, but ``least``, that needs no more than ``budget`` bytes, or else the fewest bytes.
+    """The cut into the smallest number of waves, not under ``least``, within ``budget`` bytes, or else with as few bytes as can be.
 
     Temporaries fall with the number of waves, down to those of the largest matrix: doubling until the budget holds, then
     bisection.
