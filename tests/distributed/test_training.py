@@ -57,8 +57,11 @@ class Job:
         return [int(path.read_text()) for path in sorted(self.folder.glob("status_*"))]
 
 
-def start(tmp_path: Path, *arguments: str, fault: str | None = None) -> Job:
-    """Start ``omn-dist train`` on the micro model under torchrun, like launch/train.sh does."""
+def start(tmp_path: Path, *arguments: str, fault: str | None = None, seconds_between_looks: float = 0.1) -> Job:
+    """Start ``omn-dist train`` on the micro model under torchrun, like launch/train.sh does.
+
+    Torchrun ends the other ranks when it sees that one has failed; it looks every ``seconds_between_looks``.
+    """
     folder = tmp_path / f"job_{len(list(tmp_path.glob('job_*')))}"
     folder.mkdir()
     environment = os.environ | {"STATUS_FOLDER": str(folder), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -67,6 +70,7 @@ def start(tmp_path: Path, *arguments: str, fault: str | None = None) -> Job:
         environment["FAULT"] = fault
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     launcher += ["--nproc-per-node", str(NUM_RANKS), "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]
+    launcher += ["--monitor-interval", str(seconds_between_looks)]
     process = subprocess.Popen(
         [*launcher, str(WORKER), "train", str(MICRO), *arguments],
         env=environment,
@@ -214,7 +218,8 @@ def test_an_exception_on_one_rank_ends_the_job_and_is_shown(tmp_path: Path) -> N
 def test_wrong_input_under_torchrun_is_one_line_and_the_same_status_on_all_ranks(
     tmp_path: Path, argument: str, message: str
 ) -> None:
-    job = start(tmp_path, f"run_folder={tmp_path / 'run'}", argument)
+    # Each rank finds it out for itself, and one may have started a second before the other.
+    job = start(tmp_path, f"run_folder={tmp_path / 'run'}", argument, seconds_between_looks=10)
     output = job.wait()
     assert job.statuses() == [2] * NUM_RANKS, output
     assert [line for line in output.splitlines() if line.startswith("omn-dist: ")] == [
