@@ -54,7 +54,7 @@ class Device:
     ranks_per_core: float = 1.0
     """CPU ranks that share a core. Rates are those with all of them busy: while some wait, the others are faster."""
     fused_adamw: bool = True
-    """Whether AdamW goes through memory once, or once for each of its operations, as a deterministic one on CPUs."""
+    """Whether AdamW goes through memory once, or once for each of its operations, as on CPUs without a kernel of our own."""
     topology: Topology
     """The network that usually comes with it."""
     source: str = ""
@@ -106,7 +106,6 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
             launch_seconds=3e-6,
             view_seconds=3e-6,
             overlaps=False,
-            fused_adamw=False,
             topology=Topology(
                 ranks_per_node=64, inside_bytes_per_second=1.5e9, between_bytes_per_second=1.2e9, latency_seconds=2e-4
             ),

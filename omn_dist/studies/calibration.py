@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from omn_dist.algorithms import kernels
 from omn_dist.algorithms.newton_schulz import RECIPES, Recipe, orthogonalize_into
 from omn_dist.algorithms.scratch import Scratch
 from omn_dist.plan.cost import newton_schulz_flops, newton_schulz_seconds
@@ -63,7 +64,7 @@ def calibrate(device: torch.device, *, repeats: int = 5, itemsizes: Sequence[int
         view_seconds=view if device.type == "cpu" else 0.0,
         overlaps=device.type != "cpu",
         ranks_per_core=max(1.0, world_size * torch.get_num_threads() / num_cores()) if device.type == "cpu" else 1.0,
-        fused_adamw=device.type != "cpu",
+        fused_adamw=device.type != "cpu" or kernels.takes_adamw(first, second),
         topology=_topology(device, seconds, world_size),
         source=f"measured on {world_size} ranks with torch {torch.__version__}, device {device.type}",
     )

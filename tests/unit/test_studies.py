@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from omn_dist.algorithms import kernels
 from omn_dist.cli import main
 from omn_dist.plan import plan_ownership
 from omn_dist.plan.cost import CostForm, newton_schulz_flops, newton_schulz_seconds
@@ -309,7 +310,7 @@ def test_a_calibration_can_be_planned_with(tmp_path: Path, capsys: pytest.Captur
     assert 1e-8 < device.launch_seconds < 1e-2
     assert 1e-8 < device.view_seconds < 1e-2
     assert not device.overlaps
-    assert not device.fused_adamw
+    assert device.fused_adamw == kernels.takes_adamw(torch.zeros(1))
     save_calibration(device, tmp_path / "node.json")
     assert main(["plan", "--model", "omn1", "--ranks", "2", "--json", "--device", str(tmp_path / "node.json")]) == 0
     assert json.loads(capsys.readouterr().out)[0]["step_ms"] > 0
