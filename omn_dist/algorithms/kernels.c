@@ -144,9 +144,12 @@ CLONED void omn_transpose(
 #include <immintrin.h>
 #define VECTOR __attribute__((target("avx512f")))
 
-/* The square root of MKL's vector library, which torch.sqrt is: the 14-bit reciprocal and one step of Newton from below, with the
- * scale moved away from where the remainder would be denormal. Not that of sqrtps: 1 in 170 differs. */
-VECTOR static inline __m512 root(__m512 value) {
+/* torch.sqrt is the root of MKL's vector library where torch has that, and correctly rounded elsewhere. MKL has two. */
+enum root { FROM_14_BITS = 0, FROM_12_BITS = 1, CORRECTLY_ROUNDED = 2 };
+
+/* On Intel's CPUs with AVX-512: the 14-bit reciprocal and one step of Newton from below, with the scale moved away from where the
+ * remainder would be denormal. 1 in 170 is not the nearest number. */
+VECTOR static inline __m512 root_from_14_bits(__m512 value) {
     const __m512 zero = _mm512_setzero_ps();
     const __mmask16 small = _mm512_cmp_ps_mask(value, _mm512_set1_ps(0x1p-60f), _CMP_LT_OQ);
     const __mmask16 exact = _mm512_cmp_ps_mask(value, zero, _CMP_EQ_OQ) | _mm512_cmp_ps_mask(value, _mm512_set1_ps(INFINITY), _CMP_EQ_OQ);
@@ -158,10 +161,30 @@ VECTOR static inline __m512 root(__m512 value) {
     return _mm512_mask_mov_ps(_mm512_mask_mul_ps(second, small, second, _mm512_set1_ps(0x1p-48f)), exact, value);
 }
 
-/* The operations of torch.optim.AdamW(foreach=False, fused=False) in their order. */
-VECTOR void omn_adamw(
+/* On other CPUs: the 12-bit reciprocal and two steps, nothing fused; 1 in 6 is not the nearest number. Denormal numbers and those
+ * within one in 2000 of the largest are rounded correctly. */
+VECTOR static inline __m512 root_from_12_bits(__m512 value) {
+    const __m512 half = _mm512_set1_ps(0.5f);
+    const __m256 low = _mm256_rsqrt_ps(_mm512_castps512_ps256(value));
+    const __m256 high = _mm256_rsqrt_ps(_mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(value), 1)));
+    const __m512 reciprocal = _mm512_castpd_ps(
+        _mm512_insertf64x4(_mm512_castps_pd(_mm512_castps256_ps512(low)), _mm256_castps_pd(high), 1)
+    );
+    const __m512 first = _mm512_mul_ps(value, reciprocal), half_reciprocal = _mm512_mul_ps(reciprocal, half);
+    const __m512 error = _mm512_sub_ps(half, _mm512_mul_ps(first, half_reciprocal));
+    const __m512 second = _mm512_add_ps(_mm512_mul_ps(first, error), first);
+    const __m512 slope = _mm512_add_ps(_mm512_mul_ps(half_reciprocal, error), half_reciprocal);
+    const __m512 remainder = _mm512_sub_ps(value, _mm512_mul_ps(second, second));
+    const __m512 third = _mm512_add_ps(_mm512_mul_ps(remainder, slope), second);
+    const __m512i from_smallest_normal = _mm512_sub_epi32(_mm512_castps_si512(value), _mm512_set1_epi32(0x00800000));
+    const __mmask16 ordinary = _mm512_cmple_epu32_mask(from_smallest_normal, _mm512_set1_epi32(0x7f7ff000 - 0x00800000));
+    return _mm512_mask_mov_ps(_mm512_sqrt_ps(value), ordinary, third);
+}
+
+VECTOR static inline __attribute__((always_inline)) void adamw(
     long num_elements, float *restrict parameter, const float *restrict gradient, float *restrict first, float *restrict second,
-    float kept, float first_weight, float second_coefficient, float second_weight, float correction, float epsilon, float step_size
+    float kept, float first_weight, float second_coefficient, float second_weight, float correction, float epsilon, float step_size,
+    const enum root root
 ) {
     const int near = fabsf(first_weight) < 0.5f;
     const __m512 weight = _mm512_set1_ps(near ? first_weight : first_weight - 1.0f);
@@ -172,13 +195,33 @@ VECTOR void omn_adamw(
         const __m512 mean = _mm512_fmadd_ps(weight, _mm512_sub_ps(new, old), near ? old : new);
         const __m512 kept_square = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, second + index), _mm512_set1_ps(second_coefficient));
         const __m512 square = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_set1_ps(second_weight), new), new, kept_square);
+        const __m512 of_square = root == FROM_14_BITS   ? root_from_14_bits(square)
+                                 : root == FROM_12_BITS ? root_from_12_bits(square)
+                                                        : _mm512_sqrt_ps(square);
         const __m512 denominator =
-            _mm512_add_ps(_mm512_div_ps(root(square), _mm512_set1_ps(correction)), _mm512_set1_ps(epsilon));
+            _mm512_add_ps(_mm512_div_ps(of_square, _mm512_set1_ps(correction)), _mm512_set1_ps(epsilon));
         const __m512 moved = _mm512_div_ps(_mm512_mul_ps(_mm512_set1_ps(step_size), mean), denominator);
         const __m512 stays = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, parameter + index), _mm512_set1_ps(kept));
         _mm512_mask_storeu_ps(first + index, mask, mean);
         _mm512_mask_storeu_ps(second + index, mask, square);
         _mm512_mask_storeu_ps(parameter + index, mask, _mm512_add_ps(stays, moved));
+    }
+}
+
+/* The operations of torch.optim.AdamW(foreach=False, fused=False) in their order. */
+VECTOR void omn_adamw(
+    long num_elements, float *parameter, const float *gradient, float *first, float *second, float kept, float first_weight,
+    float second_coefficient, float second_weight, float correction, float epsilon, float step_size, int root
+) {
+    switch (root) {
+#define WITH(ROOT)                                                                                                          \
+    case ROOT:                                                                                                              \
+        adamw(                                                                                                              \
+            num_elements, parameter, gradient, first, second, kept, first_weight, second_coefficient, second_weight,        \
+            correction, epsilon, step_size, ROOT                                                                            \
+        );                                                                                                                  \
+        break;
+        WITH(FROM_14_BITS) WITH(FROM_12_BITS) WITH(CORRECTLY_ROUNDED)
     }
 }
 #endif

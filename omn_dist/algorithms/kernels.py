@@ -21,6 +21,7 @@ _LIBRARY = "omn_dist.algorithms._kernels"
 _VECTORS = ("AVX2", "AVX512")
 """CPU capabilities for which torch fuses multiply-adds, and the kernels with it."""
 _RULES: dict[MomentumRule, int] = {"sum": 0, "ema": 1}
+_NUM_ROOTS = 3
 _WIDTHS = {torch.float32: 0, torch.bfloat16: 1}
 
 
@@ -90,10 +91,11 @@ def adamw(
     eps: float,
     weight_decay: float,
     step: float,
+    root: int | None = None,
 ) -> None:
     """Step number ``step`` of ``torch.optim.AdamW(foreach=False, fused=False)`` on fp32 tensors of one shape, in place.
 
-    For tensors that :func:`takes_adamw`.
+    For tensors that :func:`takes_adamw`, with torch's root if ``root`` is not another one.
     """
     _kernels().omn_adamw(
         parameter.numel(),
@@ -105,6 +107,7 @@ def adamw(
         (1 - betas[1] ** step) ** 0.5,
         eps,
         -(lr / (1 - betas[0] ** step)),
+        _adamw_root() if root is None else root,
     )
     increment_version((parameter, first_moment, second_moment))
 
@@ -123,10 +126,17 @@ def usable() -> bool:
     return spec is not None and torch.backends.cpu.get_cpu_capability() in _VECTORS and _agree_with_torch()
 
 
-@cache
 def adamw_usable() -> bool:
     """Whether AdamW's kernel is there and gives the bits of this torch on this machine: it rebuilds the root of torch's library."""
-    return usable() and torch.backends.cpu.get_cpu_capability() == "AVX512" and _adamw_agrees()
+    return _adamw_root() is not None
+
+
+@cache
+def _adamw_root() -> int | None:
+    """Which of the kernel's roots (``enum root``) is torch's, which is tried once."""
+    if not usable() or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return None
+    return next((root for root in range(_NUM_ROOTS) if _adamw_agrees(root)), None)
 
 
 @cache
@@ -140,7 +150,7 @@ def _kernels() -> ctypes.CDLL:
     kernels.omn_direction.argtypes = [size, size, *rectangle, *rectangle, *rectangle, number, real, real, number, number, number]
     kernels.omn_apply.argtypes = [size, size, *rectangle, *rectangle, number, real, real]
     if hasattr(kernels, "omn_adamw"):
-        kernels.omn_adamw.argtypes = [size, address, address, address, address, *(real for _ in range(7))]
+        kernels.omn_adamw.argtypes = [size, address, address, address, address, *(real for _ in range(7)), number]
     kernels.omn_transpose.argtypes = [size, size, *rectangle, *rectangle]
     return kernels
 
@@ -178,7 +188,7 @@ def _updates_agree(parameter: Tensor, update: Tensor) -> bool:
     return True
 
 
-def _adamw_agrees() -> bool:
+def _adamw_agrees(root: int) -> bool:
     """Of second moments the whole range, zero and denormal numbers with it."""
     second_moment = torch.arange(0, 0x7F800000, 0x1FFF3, dtype=torch.int32).view(torch.float32)
     generator = torch.Generator().manual_seed(0)
@@ -186,7 +196,7 @@ def _adamw_agrees() -> bool:
     # Without a gradient the smallest ones stay small.
     others[1, ::2] = 0
     ours, theirs = ([tensor.clone() for tensor in (*others, second_moment)] for _ in range(2))
-    adamw(*ours, lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=3.0)
+    adamw(*ours, lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=3.0, root=root)
     other, new, first, second = ([tensor] for tensor in theirs)
     torch_adamw(
         other,
