@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from omn_dist.algorithms import kernels
+from omn_dist.algorithms import kernels, products
 from omn_dist.algorithms.coefficients import Schedule
 from omn_dist.algorithms.scratch import Scratch
 
@@ -85,8 +85,8 @@ def chosen_form(choice: FormChoice, schedule: Schedule, dtype: torch.dtype, shor
     return "gram" if gram_flops(short, long, schedule.num_steps) < standard else "standard"
 
 
-ITERATES = ("even iterate", "odd iterate")
-"""Working memory of the two iterates; an input may be in the odd one."""
+ITERATES = ("iterate", "other iterate")
+"""Working memory of the two iterates; an input may be in the first one."""
 
 
 def standard_form(
@@ -99,7 +99,8 @@ def standard_form(
 ) -> Tensor:
     """All steps on ``[short, long]`` or ``[batch, short, long]``: ``X <- a X + (b A + c A A) X`` with ``A = X X^T``.
 
-    Nothing is allocated but what ``scratch`` does not have yet.
+    In bf16 on CPU by a kernel of our own where that has torch's bits, see products.py. Nothing is allocated but what ``scratch``
+    does not have yet.
 
     Args:
         iterate: contiguous or the transpose of that; not changed, unless it is in working memory.
@@ -109,15 +110,22 @@ def standard_form(
         symmetric: the symmetric form: of A and of b A + c A A only what lies on strips from the diagonal down is computed.
     """
     scratch = Scratch() if scratch is None else scratch
+    shape, dtype, device = iterate.shape, iterate.dtype, iterate.device
+    if not symmetric and (chunks := products.chunks(iterate)) is not None:
+        work = scratch.take(ITERATES[0], shape, dtype, device)
+        start = iterate if iterate.is_contiguous() else copy_transposed(work, iterate.mT)
+        end = work if out is None else out
+        for one, at_work, result in zip(*(part.view(-1, *shape[-2:]) for part in (start, work, end)), strict=True):
+            products.newton_schulz(one, at_work, result, schedule.coefficients, chunks, scratch)
+        return end
     multiply, combine = (torch.mm, torch.addmm) if iterate.ndim == 2 else (torch.bmm, torch.baddbmm)
     multiply_square, combine_square = multiply, combine
     if symmetric:
         multiply_square, combine_square = (partial(_symmetric_product, product) for product in (torch.mm, torch.addmm))
-    shape, dtype, device = iterate.shape, iterate.dtype, iterate.device
     gram, polynomial = (scratch.take(name, (*shape[:-1], shape[-2]), dtype, device) for name in ("gram", "polynomial"))
     iterates = [scratch.take(name, shape, dtype, device) for name in ITERATES]
     for step, (a, b, c) in enumerate(schedule.coefficients):
-        target = out if step == schedule.num_steps - 1 and out is not None else iterates[step % 2]
+        target = out if step == schedule.num_steps - 1 and out is not None else iterates[(step + 1) % 2]
         multiply_square(iterate, iterate.mT, out=gram)
         factor, beta = gram, b
         if c != 0:

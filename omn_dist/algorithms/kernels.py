@@ -66,17 +66,15 @@ def write_direction(
     As :func:`~omn_dist.algorithms.momentum.next_momentum` and :func:`~omn_dist.algorithms.momentum.direction`; with ``commit``
     the momentum becomes that of this step.
     """
-    kernels = _kernels()
     places = [number for tensor in (gradient, momentum, out) for number in (tensor.data_ptr(), tensor.stride(0))]
-    kernels.omn_direction(*out.shape, *places, _WIDTHS[out.dtype], coefficient, 1 - coefficient, _RULES[rule], nesterov, commit)
+    library().omn_direction(*out.shape, *places, _WIDTHS[out.dtype], coefficient, 1 - coefficient, _RULES[rule], nesterov, commit)
     increment_version((momentum, out) if commit else out)
 
 
 def add_update(parameter: Tensor, update: Tensor, kept: float, step_size: float) -> None:
     """``parameter <- kept parameter + step_size update``, both ``[rows, columns]``; ``update`` as ``narrow`` in :func:`takes`."""
-    kernels = _kernels()
     places = [number for tensor in (parameter, update) for number in (tensor.data_ptr(), tensor.stride(0))]
-    kernels.omn_apply(*parameter.shape, *places, _WIDTHS[update.dtype], kept, step_size)
+    library().omn_apply(*parameter.shape, *places, _WIDTHS[update.dtype], kept, step_size)
     increment_version(parameter)
 
 
@@ -97,7 +95,7 @@ def adamw(
 
     For tensors that :func:`takes_adamw`, with torch's root if ``root`` is not another one.
     """
-    _kernels().omn_adamw(
+    library().omn_adamw(
         parameter.numel(),
         *(tensor.data_ptr() for tensor in (parameter, gradient, first_moment, second_moment)),
         1 - lr * weight_decay,
@@ -115,7 +113,7 @@ def adamw(
 def transpose(target: Tensor, source: Tensor) -> None:
     """``target <- source^T``, matrices that :func:`takes_transposed`."""
     places = [number for tensor in (source, target) for number in (tensor.data_ptr(), tensor.stride(0))]
-    _kernels().omn_transpose(*source.shape, *places)
+    library().omn_transpose(*source.shape, *places)
     increment_version(target)
 
 
@@ -140,7 +138,8 @@ def _adamw_root() -> int | None:
 
 
 @cache
-def _kernels() -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
+    """The kernels as C functions, where :func:`usable` says that they are there."""
     spec = importlib.util.find_spec(_LIBRARY)
     assert spec is not None, "usable() comes first"
     assert spec.origin is not None, "a library is a file"
@@ -151,6 +150,8 @@ def _kernels() -> ctypes.CDLL:
     kernels.omn_apply.argtypes = [size, size, *rectangle, *rectangle, number, real, real]
     if hasattr(kernels, "omn_adamw"):
         kernels.omn_adamw.argtypes = [size, address, address, address, address, *(real for _ in range(7)), number]
+    if hasattr(kernels, "omn_newton_schulz"):
+        kernels.omn_newton_schulz.argtypes = [size, size, size, *(address for _ in range(8))]
     kernels.omn_transpose.argtypes = [size, size, *rectangle, *rectangle]
     return kernels
 

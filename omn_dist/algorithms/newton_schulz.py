@@ -190,7 +190,12 @@ def orthogonalize(direction: Tensor, recipe: RecipeName | Recipe = "omn") -> Ten
 def orthogonalize_into(out: Tensor, direction: Tensor, recipe: Recipe, scratch: Scratch) -> None:
     """:func:`orthogonalize` into ``out``, which may be ``direction`` itself, with working memory that is there already."""
     tall = direction.size(-2) > direction.size(-1)
-    iterate = scratch.take(ITERATES[1], direction.shape, recipe.dtype, direction.device)
+    # Where the result has other strides or another dtype, nothing on the way to it can be there.
+    direct = out.dtype == recipe.dtype and out.is_contiguous()
+    if tall and direct:
+        iterate = out
+    else:
+        iterate = scratch.take("transposed" if tall else ITERATES[0], direction.shape, recipe.dtype, direction.device)
     _normalize_into(iterate, direction, recipe, tall)
     if tall:
         iterate = iterate.mT
@@ -198,9 +203,9 @@ def orthogonalize_into(out: Tensor, direction: Tensor, recipe: Recipe, scratch: 
     if form == "gram":
         result = gram_form(iterate, recipe.schedule)
     else:
-        # The last product can land where the result belongs, unless that has other strides or another dtype.
-        direct = not tall and out.dtype == recipe.dtype and out.is_contiguous()
-        result = standard_form(iterate, recipe.schedule, scratch, out if direct else None, symmetric=form == "symmetric")
+        # The last product can land where the result belongs.
+        end = out if direct and not tall else None
+        result = standard_form(iterate, recipe.schedule, scratch, end, symmetric=form == "symmetric")
     if tall:
         copy_transposed(out, result)
     elif result is not out:
