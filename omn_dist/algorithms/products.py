@@ -3,11 +3,11 @@
 A = X X^T and b A + c A A are symmetric, and exactly so as torch computes them: both halves sum the same products in the same order.
 So a kernel (products.c) computes what lies below the diagonal and copies the rest. It serves CPUs with AVX512_BF16 and without AMX,
 where torch's products sum in an order that is known but for one number: how much of the depth is summed at a time. That is tried
-for each shape once in a process, and where no candidate gives torch's bits, torch multiplies.
+for each shape once in a process, with room for four iterates, and where no candidate gives torch's bits, torch multiplies.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 import torch
@@ -76,18 +76,33 @@ def _chunks(short: int, long: int, transposed: bool) -> Chunks | None:
     """Those with which the kernel has torch's bits on random matrices, found one product after the other."""
     if short < _SMALLEST or short % 2 or long % 2 or not usable():
         return None
-    generator = torch.Generator().manual_seed(0)
-    given = torch.randn(-(-_NUM_TRIED // short**2), short, long, generator=generator)
-    matrices = given.div_(short**0.5 + long**0.5).bfloat16()  # singular values up to one
     found = Chunks(*(_CHUNKS[0] for _ in _PRODUCTS))
     for name, agrees in _PRODUCTS.items():
         for chunk in _CHUNKS:
             setattr(found, name, chunk)
-            if (chunk < long or chunk == _CHUNKS[0]) and all(agrees(matrix, found, transposed) for matrix in matrices):
+            if (chunk < long or chunk == _CHUNKS[0]) and all(
+                agrees(matrix, found, transposed) for matrix in _matrices(short, long)
+            ):
                 break
         else:
             return None
+    _give_back()
     return found
+
+
+def _matrices(short: int, long: int) -> Iterator[Tensor]:
+    """One after the other, with singular values up to one."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(-(-_NUM_TRIED // short**2)):
+        matrix = torch.empty(short, long, dtype=torch.bfloat16).normal_(generator=generator)
+        yield matrix.div_(short**0.5 + long**0.5)
+
+
+def _give_back() -> None:
+    """To the system what a trial took, which malloc would keep."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _first_gram_agrees(matrix: Tensor, chunks: Chunks, transposed: bool) -> bool:
