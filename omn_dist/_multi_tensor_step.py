@@ -33,8 +33,10 @@ class MultiTensorStep(MatrixStep):
     those of :class:`MatrixStep`.
     """
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(
+        self, domain: Domain, state: Mapping[Tensor, Mapping[str, Any]], gradients: Gradients, *, deterministic: bool
+    ) -> None:
+        super().__init__(domain, state, gradients, deterministic=deterministic)
         self._zeros: dict[torch.dtype, Tensor] = {}
 
     def prepare(self, places: Sequence[Place], directions: Sequence[Tensor], numbers: Sequence[Tensor], *, commit: bool) -> None:

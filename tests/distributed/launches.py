@@ -22,7 +22,7 @@ class Launches(TorchDispatchMode):
         name = function.overloadpacket.__name__
         if name.startswith("_foreach_"):
             self.counts[name] += 1 if takes_fast_route(name, arguments) else len(arguments[0])
-        elif not function.is_view and name not in ("empty", "empty_like"):
+        elif not function.is_view and name not in ("empty", "empty_like", "promote_types"):
             self.counts[name] += 1
         return function(*arguments, **(keywords or {}))
 
