@@ -49,6 +49,7 @@ def prepare(
     commit: bool,
 ) -> None:
     """Gradients and momenta to directions, written to ``out`` in its dtype; ``commit`` makes the momenta those of this step."""
+    gradients = _widened(gradients, momenta[0].dtype)
     updated = momenta if commit else _copies(momenta, momenta[0].dtype)
     update_momenta(gradients, updated, coefficient, rule)
     torch._foreach_copy_(out, directions(gradients, updated, coefficient, rule) if nesterov else updated)
@@ -63,9 +64,8 @@ def update_momenta(gradients: list[Tensor], momenta: list[Tensor], coefficient: 
             torch._foreach_copy_(momenta, torch._foreach_mul(momenta, coefficient))
         else:
             torch._foreach_mul_(momenta, coefficient)
-        # Into a narrower dtype the sum is rounded, not the gradient; torch does that one by one.
-        widens = torch.promote_types(gradients[0].dtype, dtype) == dtype
-        torch._foreach_add_(momenta, _in_dtype(gradients, dtype) if widens else gradients)
+        # In a narrower dtype the sum is rounded, not the gradient; torch does that one by one.
+        torch._foreach_add_(momenta, _widened(gradients, dtype))
     elif rule == "ema":
         torch._foreach_lerp_(momenta, _in_dtype(gradients, dtype), 1 - coefficient)
     else:
@@ -116,6 +116,11 @@ def _cut(row: Tensor, like: list[Tensor]) -> list[Tensor]:
 def _in_dtype(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """The tensors, which have one dtype, in another one; the same list where it is theirs."""
     return tensors if tensors[0].dtype == dtype else _copies(tensors, dtype)
+
+
+def _widened(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """As :func:`_in_dtype` where that rounds nothing, else the tensors themselves."""
+    return _in_dtype(tensors, dtype) if torch.promote_types(tensors[0].dtype, dtype) == dtype else tensors
 
 
 def _copies(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from references import set_gradient, sharded, whole_tensors
+from small_optimizer import fill_gradients, small_optimizer
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -106,3 +107,22 @@ def _every_way() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_bits_are_those_of_one_by_one(world_size: int) -> None:
     run_ranks(world_size, _every_way)
+
+
+def _without_gradients_on(ranks: Sequence[int]) -> bool:
+    """Whether a step raises."""
+    optimizer = small_optimizer(init_device_mesh("cpu", (dist.get_world_size(),)))
+    fill_gradients(optimizer, 0)
+    if dist.get_rank() in ranks:
+        optimizer.zero_grad()
+    with patch.object(multi_tensor, "uses_multi_tensor", lambda device: True):
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            return "found no gradient on any of 5 parameters" in str(error)
+    return False
+
+
+def test_a_rank_without_any_gradient_hears_of_those_of_others() -> None:
+    assert run_ranks(2, _without_gradients_on, [1]) == [False, False]
+    assert run_ranks(2, _without_gradients_on, [0, 1]) == [True, True]
