@@ -206,7 +206,7 @@ class MatrixStep:
         shard, whole = self._shard(place.matrix), self._plan.matrices[place.matrix]
         if not self._commits_early(place):
             self._commit(place)
-        shape = dict(zip(("num_rows", "num_columns"), whole.operator_shape, strict=True))
+        num_rows, num_columns = whole.operator_shape
         if isinstance(shard.settings, NorMuonSettings):
             parameter, _, row_moment = changed
             normuon.apply(
@@ -217,10 +217,11 @@ class MatrixStep:
                 numbers.scalars[0],
                 shard.settings,
                 transposed=whole.transposed,
-                **shape,
+                num_rows=num_rows,
+                num_columns=num_columns,
             )
         else:
-            muon.apply(changed[0], update, shard.settings, **shape)
+            muon.apply(changed[0], update, shard.settings, num_rows=num_rows, num_columns=num_columns)
 
 
 class AdamWStep:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from references import set_gradient, sharded, whole_tensors
 from small_optimizer import fill_gradients, small_optimizer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -107,6 +107,35 @@ def _every_way() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_bits_are_those_of_one_by_one(world_size: int) -> None:
     run_ranks(world_size, _every_way)
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: its kernels are other ones"),
+            ],
+        ),
+    ],
+)
+@pytest.mark.parametrize("preset", ["torch", "omn", "normuon"])
+def test_bits_on_a_device(device: str, preset: str) -> None:
+    weights = {}
+    for together in (False, True):
+        parameters = [nn.Parameter(tensor.to(device)) for tensor in whole_tensors(SHAPES, 0)]
+        groups = [{"params": parameters, "algorithm": "muon", "weight_decay": 0.1}]
+        with patch.object(multi_tensor, "uses_multi_tensor", lambda device, together=together: together):
+            optimizer = DualOptimizer(groups, preset=preset)
+            for step in range(3):
+                for parameter, gradient in zip(parameters, whole_tensors(SHAPES, 1 + step), strict=True):
+                    parameter.grad = gradient.to(device)
+                optimizer.step()
+        weights[together] = [parameter.detach().cpu() for parameter in parameters]
+    _assert_same(weights[True], weights[False], preset)
 
 
 def _without_gradients_on(ranks: Sequence[int]) -> bool:
