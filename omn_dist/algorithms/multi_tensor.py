@@ -1,7 +1,7 @@
 """The shard-local parts of a step on many rectangles at a time, for devices where every operation is a kernel launch.
 
 Each function takes lists, tensors of one rectangle at one index, and makes a fixed number of calls however long they are: torch's
-multi-tensor operations, and where there is none (``where``, a sum of scalars) one call on the elements of all rectangles in a row.
+multi-tensor operations, and where there is none (``torch.where``) one call on the elements of all rectangles in a row.
 The formulas are those of :mod:`~omn_dist.algorithms.momentum` and :func:`omn_dist.algorithms.muon.apply`, with the same bits.
 Nothing here is collective, and nothing waits for the device.
 """
