@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from omn_dist._domains import Domain
-from omn_dist._step import MatrixStep, checked_gradient
+from omn_dist._multi_tensor_step import matrix_step
+from omn_dist._step import checked_gradient
 from omn_dist.plan.placement import local_tensor
 
 _SAMPLES = 64
@@ -31,7 +32,7 @@ class EarlyDirections:
         self._gradients: dict[Tensor, Tensor] = {}
         self._sent: dict[str, tuple[tuple[int, int] | None, dict[str, Any]]] = {}
         self._samples: dict[str, Tensor] = {}
-        self._step = MatrixStep(domain, state, self._gradients, deterministic=deterministic)
+        self._step = matrix_step(domain, state, self._gradients, deterministic=deterministic)
         self._missing: list[set[str]] = [
             {domain.plan.matrices[place.matrix].parameter_name for place in domain.pipeline.places_sent(number)}
             for number in range(len(domain.plan.waves))

@@ -130,7 +130,7 @@ class MatrixStep:
         for place, target, rows in zip(places, directions, numbers, strict=True):
             shard, segment = self._shard(place.matrix), place.segment
             commits = commit and self._commits_early(place)
-            gradient, momentum = _gradient(shard, segment), _local(shard.momentum, segment)
+            gradient, momentum = _gradient(shard, segment), rectangle(shard.momentum, segment)
             muon.prepare(gradient, momentum, shard.settings, target, commit=commits, scratch=self._scratch)
             if shard.row_moment is not None:
                 rows[0].copy_(shard.row_moment.rows(segment))
@@ -146,7 +146,7 @@ class MatrixStep:
 
     def _commit(self, place: Place) -> None:
         shard = self._shard(place.matrix)
-        muon.commit(_gradient(shard, place.segment), _local(shard.momentum, place.segment), shard.settings)
+        muon.commit(_gradient(shard, place.segment), rectangle(shard.momentum, place.segment), shard.settings)
 
     def transform(self, matrices: Sequence[int], stack: Tensor, numbers: Sequence[StackNumbers]) -> None:
         # Matrices of one shape may belong to groups with different settings.
@@ -192,9 +192,7 @@ class MatrixStep:
     ) -> None:
         for place, update, flag, numbers in zip(places, updates, present, returned, strict=True):
             shard, segment = self._shard(place.matrix), place.segment
-            changed = [_local(shard.parameter, segment), _local(shard.momentum, segment)]
-            if shard.row_moment is not None:
-                changed.append(shard.row_moment.rows(segment))
+            changed = changed_by_apply(shard, place)
             before = None if flag is None else [tensor.clone() for tensor in changed]
             self._apply(place, update, numbers, changed)
             if flag is not None and before is not None:
@@ -202,13 +200,13 @@ class MatrixStep:
                 for tensor, old in zip(changed, before, strict=True):
                     tensor.copy_(torch.where(flag > 0, tensor, old))
             if shard.rounded is not None:
-                _local(shard.rounded, segment).copy_(changed[0])
+                rectangle(shard.rounded, segment).copy_(changed[0])
 
     def _apply(self, place: Place, update: Tensor, numbers: Returned, changed: Sequence[Tensor]) -> None:
         shard, whole = self._shard(place.matrix), self._plan.matrices[place.matrix]
         if not self._commits_early(place):
             self._commit(place)
-        shape = dict(zip(("num_rows", "num_columns"), whole.operator_shape, strict=True))
+        num_rows, num_columns = whole.operator_shape
         if isinstance(shard.settings, NorMuonSettings):
             parameter, _, row_moment = changed
             normuon.apply(
@@ -219,10 +217,11 @@ class MatrixStep:
                 numbers.scalars[0],
                 shard.settings,
                 transposed=whole.transposed,
-                **shape,
+                num_rows=num_rows,
+                num_columns=num_columns,
             )
         else:
-            muon.apply(changed[0], update, shard.settings, **shape)
+            muon.apply(changed[0], update, shard.settings, num_rows=num_rows, num_columns=num_columns)
 
 
 class AdamWStep:
@@ -308,7 +307,16 @@ def _of_matrix(shard: _Shard, members: Mapping[str, Member], matrix: Matrix) -> 
     return replace(shard, settings=replace(settings, length=segment.scale, weight_decay=decay))
 
 
-def _local(local: Tensor, segment: Segment) -> Tensor:
+def changed_by_apply(shard: _Shard, place: Place) -> list[Tensor]:
+    """What apply may change of a rectangle: parameter, momentum and, where there is one, the row moment."""
+    changed = [rectangle(shard.parameter, place.segment), rectangle(shard.momentum, place.segment)]
+    if shard.row_moment is not None:
+        changed.append(shard.row_moment.rows(place.segment))
+    return changed
+
+
+def rectangle(local: Tensor, segment: Segment) -> Tensor:
+    """A rectangle of a shard ``[rows, columns]``, as a view."""
     if local.shape == (segment.num_rows, segment.num_columns):
         return local
     return local[
@@ -320,5 +328,5 @@ def _local(local: Tensor, segment: Segment) -> Tensor:
 def _gradient(shard: _Shard, segment: Segment) -> Tensor:
     """The gradient of a rectangle; a missing one counts as zeros, for the ranks that have theirs."""
     if shard.gradient is None:
-        return torch.zeros_like(_local(shard.momentum, segment))
-    return _local(shard.gradient, segment)
+        return torch.zeros_like(rectangle(shard.momentum, segment))
+    return rectangle(shard.gradient, segment)

@@ -14,10 +14,11 @@ from typing_extensions import override
 from omn_dist._domains import Domain, SharedGroups, Teams, build_domains
 from omn_dist._early import EarlyDirections, can_leave_early
 from omn_dist._grouping import MATRIX_GROUP_FIELDS, check_saved_groups, complete_view
+from omn_dist._multi_tensor_step import matrix_step
 from omn_dist._row_moment import STATE_KEY as ROW_MOMENT
 from omn_dist._row_moment import row_moment_like
 from omn_dist._rows import Rows, RowsStep, build_rows
-from omn_dist._step import AdamWStep, MatrixStep, checked_gradient
+from omn_dist._step import AdamWStep, checked_gradient
 from omn_dist.algorithms.row_numbers import MATRIX_ALGORITHMS
 from omn_dist.plan.ownership import Plan
 from omn_dist.plan.placement import Copies
@@ -242,7 +243,7 @@ class DualOptimizer(torch.optim.Optimizer):
             gradients,
             deterministic=self._deterministic,
         )
-        steps = [MatrixStep(domain, self.state, gradients, deterministic=self._deterministic) for domain in domains]
+        steps = [matrix_step(domain, self.state, gradients, deterministic=self._deterministic) for domain in domains]
         rows = RowsStep(self._rows, self.state, gradients)
 
         def run_local() -> None:

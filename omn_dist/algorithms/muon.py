@@ -106,8 +106,7 @@ def apply(
         settings: of the matrix's group.
         num_rows, num_columns: the shape of the whole matrix, for the scale.
     """
-    step_size = adjusted_lr(settings.lr, settings.scale, num_rows, num_columns)
-    kept = 1 - settings.lr * settings.weight_decay
+    kept, step_size = move(settings, num_rows, num_columns)
     if not settings.cautious_decay and kernels.takes(parameter, narrow=update):
         kernels.add_update(parameter, update, kept, -step_size)
         return
@@ -115,10 +114,20 @@ def apply(
     for part, of_update in _blocks(parameter, update):
         weights = part.to(precise)
         if settings.weight_decay:
-            weights.mul_(torch.where(weights * of_update >= 0, kept, 1.0) if settings.cautious_decay else kept)
+            weights.mul_(cautious_factors(weights * of_update, kept) if settings.cautious_decay else kept)
         weights.add_(of_update, alpha=-step_size)
         if weights is not part:
             part.copy_(weights)
+
+
+def move(settings: UpdateSettings, num_rows: int, num_columns: int) -> tuple[float, float]:
+    """What decay keeps of a weight, and by how much of its update it then moves: ``1 - lr wd`` and ``lr scale(m, n)``."""
+    return 1 - settings.lr * settings.weight_decay, adjusted_lr(settings.lr, settings.scale, num_rows, num_columns)
+
+
+def cautious_factors(products: Tensor, kept: float) -> Tensor:
+    """What cautious decay keeps of each weight, from the products of weights and updates; of any shape."""
+    return torch.where(products >= 0, kept, 1.0)
 
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

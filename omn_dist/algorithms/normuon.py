@@ -87,8 +87,20 @@ def apply(
         num_rows, num_columns: the shape of the whole matrix, for the scale.
         transposed: whether the operator's rows are stored as columns.
     """
-    denominators = new_row_moment.sqrt().add_(settings.row_epsilon)
-    normalized = update.float() / (denominators[None, :] if transposed else denominators[:, None])
-    normalized.mul_(factor)
-    muon.apply(parameter, normalized, settings, num_rows=num_rows, num_columns=num_columns)
+    moved_by = normalized(update, new_row_moment, factor, settings.row_epsilon, transposed=transposed)
+    muon.apply(parameter, moved_by, settings, num_rows=num_rows, num_columns=num_columns)
     row_moment.copy_(new_row_moment)
+
+
+def normalized(update: Tensor, new_row_moment: Tensor, factor: Tensor, row_epsilon: float, *, transposed: bool) -> Tensor:
+    """The update O of a rectangle, normalised and rescaled, in fp32: ``f O / (sqrt(v) + eps)``. Elementwise.
+
+    Args:
+        update: ``[..., stored rows, stored columns]``, in front of them any number of rectangles.
+        new_row_moment: ``[..., rows of the operator]``, fp32.
+        factor: f, broadcast to ``update``.
+        row_epsilon: of the group.
+        transposed: whether the operator's rows are stored as columns.
+    """
+    denominators = new_row_moment.sqrt().add_(row_epsilon)
+    return (update.float() / (denominators[..., None, :] if transposed else denominators[..., None])).mul_(factor)

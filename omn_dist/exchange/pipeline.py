@@ -174,7 +174,7 @@ class Pipeline:
         routes = self._routes()
         self._transport = make_transport(plan, routes, rank, group, device)
         self._teams = make_teams(plan, rank, team_groups, self._transport.traffic)
-        self._device, self._dtype = device, dtype
+        self.device, self._dtype = device, dtype
         most = max((route.num_stack_elements for route in routes), default=0)
         self._stack = torch.zeros(most, device=device, dtype=dtype)
         self._numbers = torch.zeros(max((num_stack_numbers(self._owned(route)) for route in routes), default=0), device=device)
@@ -193,7 +193,7 @@ class Pipeline:
             max((passage.sent.num_bytes for passage in passages), default=0),
             max((passage.received.num_bytes for passage in passages), default=0),
         )
-        sent, received = (torch.zeros(size, device=self._device, dtype=torch.uint8) for size in sizes)
+        sent, received = (torch.zeros(size, device=self.device, dtype=torch.uint8) for size in sizes)
         return sent, received
 
     def _wave(self, route: WaveRoute, gather_slot: _Slot) -> _Wave:

@@ -1,6 +1,7 @@
 """Directions that leave during backward: the bits of a step without, whatever happens between backward and step."""
 
 from contextlib import nullcontext
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from omn_dist import DualOptimizer, build_parameter_groups
+from omn_dist.algorithms import multi_tensor
 
 NUM_LAYERS, WIDTH = 6, 12
 WINDOWS = 6
@@ -82,9 +84,10 @@ def _train(preset: str, kind: str, *, overlap: bool) -> tuple[list[Tensor], list
     return tensors, early, optimizer.num_collectives
 
 
-def _same_bits(preset: str, kind: str) -> None:
+def _same_bits(preset: str, kind: str, together: bool = False) -> None:
     expected, none_early, num_collectives = _train(preset, kind, overlap=False)
-    found, early, with_overlap = _train(preset, kind, overlap=True)
+    with patch.object(multi_tensor, "uses_multi_tensor", lambda device: together):
+        found, early, with_overlap = _train(preset, kind, overlap=True)
     for index, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert torch.equal(one, other), f"tensor {index} differs by {(one - other).abs().max()}"
     assert set(none_early) == {0}
@@ -102,6 +105,11 @@ def _same_bits(preset: str, kind: str) -> None:
 )
 def test_bits_are_those_of_a_step_without_overlap(preset: str, kind: str, world_size: int) -> None:
     run_ranks(world_size, _same_bits, preset, kind)
+
+
+@pytest.mark.parametrize(("preset", "world_size"), [("torch", 2), ("omn", 3), ("normuon", 2)])
+def test_bits_are_the_same_where_rectangles_go_together_as_on_a_gpu(preset: str, world_size: int) -> None:
+    run_ranks(world_size, _same_bits, preset, "fsdp", True)
 
 
 def _changed(how: str) -> str:
