@@ -93,7 +93,7 @@ def _full_patterns(kinds: Sequence[tuple[int, int]], target: int, least: int) ->
     rest = sum(cost * count for cost, count in kinds)
     for cost, count in kinds:
         rest -= cost * count
-        most = min(count, target // cost)
+        most = min(count, target // cost) if cost else count
         if len(patterns) * (most + 1) > _MOST_PATTERNS:
             return None
         counts = np.tile(np.arange(most + 1), len(patterns))

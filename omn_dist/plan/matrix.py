@@ -115,7 +115,9 @@ class Matrix:
 
     @property
     def flops(self) -> int:
-        """Estimated FLOPs of its Newton-Schulz at the owner."""
+        """Estimated FLOPs of its Newton-Schulz at the owner; of a vector, which has no steps, those of its norm and division."""
+        if self.num_steps == 0:
+            return 3 * self.num_elements
         if self.slice is not None:
             return slice_flops(*self.slice_sides, self.num_steps, self.slice.size, self.form)
         return newton_schulz_flops(self.stored_rows, self.stored_columns, self.num_steps, self.form)

@@ -187,7 +187,7 @@ def _by_share(queues: Sequence[Sequence[int]], weights: Mapping[int, int], num_p
 
     What a rank is ahead by in one part it does less of in the next.
     """
-    heaviest = max(sum(weights[index] for index in queue) for queue in queues)
+    heaviest = max(1, *(sum(weights[index] for index in queue) for queue in queues))  # all may be empty
     parts: Waves = [[] for _ in range(num_parts)]
     for queue in queues:
         done = 0

@@ -304,7 +304,7 @@ def _vectors(sharded: bool) -> list[Tensor]:
         set_gradient(matrix, _normal((8, 6), 20 + step))
         optimizer.step()
     (plan,) = optimizer.plans
-    assert [matrix.name for matrix in plan.matrices if matrix.flops == 0] == [
+    assert [matrix.name for matrix in plan.matrices if matrix.num_steps == 0] == [
         f"parameter_0[{start}:{stop}]" for start, stop, *_ in sorted(SEGMENTS)
     ]
     return [whole(parameter), whole(matrix), whole(optimizer.state[parameter]["momentum_buffer"])]

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from omn_dist import plan_ownership
@@ -85,6 +85,28 @@ def test_wave_budget_is_kept_where_it_can_be() -> None:
         plan = plan_ownership(matrices, 4, wave_bytes=budget)
         assert plan.temporary_bytes <= 3 * budget
         assert len(plan.waves) <= -(-64 * 64 * 64 * 4 // budget) + 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    vectors=st.lists(st.integers(1, 40), max_size=8),
+    found=st.lists(st.tuples(st.integers(0, 24), st.integers(0, 24)), max_size=12),
+    world_size=st.integers(1, 6),
+)
+@example(vectors=[7], found=[], world_size=2)
+@example(vectors=[], found=[(0, 5), (3, 0)], world_size=2)
+@example(vectors=[1, 2, 3], found=[(16, 8), (8, 8), (24, 16)] * 4, world_size=2)
+def test_vectors_and_empty_matrices_have_owners_and_waves(
+    vectors: list[int], found: list[tuple[int, int]], world_size: int
+) -> None:
+    matrices = [
+        Matrix.whole(f"{kind}{index}", Layout(shape, (world_size,), (SHARD_ROWS,)), num_steps)
+        for kind, num_steps, shapes in (("vector", 0, [(1, size) for size in vectors]), ("matrix", 5, found))
+        for index, shape in enumerate(shapes)
+    ]
+    plan = plan_matrices(matrices, world_size)
+    assert sorted(itertools.chain(*plan.waves)) == list(range(len(matrices)))
+    assert all(0 <= owner < world_size for owner in plan.owners)
 
 
 @settings(max_examples=60, deadline=None)
