@@ -197,9 +197,10 @@ class Pipeline:
         sent, received = (torch.zeros(size, device=self._device, dtype=torch.uint8) for size in sizes)
         return sent, received
 
-    def _made_waves(self, routes: Sequence[WaveRoute], gather_slots: Sequence[_Slot]) -> list[_Wave]:
+    def _made_waves(self, routes: list[WaveRoute], gather_slots: Sequence[_Slot]) -> list[_Wave]:
+        """Empties ``routes``: together they would take more than half of what is made of them."""
         shared = SharedViews()
-        return [self._wave(route, slot, shared) for route, slot in zip(routes, gather_slots, strict=True)]
+        return [self._wave(routes.pop(0), slot, shared) for slot in gather_slots]
 
     def _wave(self, route: WaveRoute, gather_slot: _Slot, shared: SharedViews) -> _Wave:
         stacked = self._stack_views(route, shared)
