@@ -1,7 +1,9 @@
 """Temporary memory of an optimizer step on each rank, as the kernel counts it, next to what the plan promises.
 
-Every row is a fresh group of gloo ranks. A step of an optimizer of one layer loads the code that is loaded at first use. Then, with
-parameters and gradients in place and free heap returned, an optimizer is built and makes two steps; in the second
+Every row is a fresh group of gloo ranks. Before anything is counted, a step of an optimizer of as many layers as ranks loads the
+code that is loaded at first use (of fewer layers some ranks would own no matrix of some shape), and torch's flight recorder is
+filled: it keeps the last 2000 collectives of a process, whoever makes them, at 1 to 2 KB each. Then, with parameters and gradients
+in place and free heap returned, an optimizer is built and makes two steps; in the second
 
 - *measured* is the largest resident set (``VmHWM``, reset through ``/proc/self/clear_refs``), less the resident set before the
   optimizer was built, less the bytes of its state. So it is slots, stack and whatever else the optimizer, torch and gloo take:
@@ -24,16 +26,22 @@ import re
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from common import layers, mebibytes, on_ranks, sharded, show, slowest
 from torch.distributed.device_mesh import init_device_mesh
 
 from omn_dist import DualOptimizer
 
+# Of torch's flight recorder, unless TORCH_FR_BUFFER_SIZE says otherwise.
+_RECORDED_COLLECTIVES = 2000
+
 
 def measure(num_layers: int, preset: str, wave_bytes: int | None) -> dict[str, Any]:
     """A row of the table. Collective."""
-    DualOptimizer(_groups(1), preset=preset, wave_bytes=wave_bytes).step()
+    DualOptimizer(_groups(dist.get_world_size()), preset=preset, wave_bytes=wave_bytes).step()
+    for _ in range(_RECORDED_COLLECTIVES):
+        dist.all_reduce(torch.zeros(()))
     groups = _groups(num_layers)
     start = _without_free_heap()
     optimizer = DualOptimizer(groups, preset=preset, wave_bytes=wave_bytes)

@@ -62,9 +62,9 @@ class DualOptimizer(torch.optim.Optimizer):
             ``param_names`` and any field of the algorithm. ``"muon"`` are matrices for the preset's matrix algorithm;
             ``"normuon"``, ``"adamw"`` and ``"vector"`` (parameters with one dim) are those, whatever the preset.
         preset: a name of ``PRESETS`` or a :class:`~omn_dist.presets.Preset`.
-        wave_bytes: byte budget of one slot of the pipeline and of the stack of whole matrices, per rank. ``None`` gives room for
-            two of the largest matrices a rank, within 1 to 64 MiB, whatever the depth of the model, or less where that makes
-            eight waves of 1 MiB or more.
+        wave_bytes: byte budget of one slot of the pipeline and of the stack of whole matrices, per rank. ``None`` gives
+            both slots and the stack together room for six of the largest matrices, a budget within 1 to 64 MiB, whatever the
+            depth of the model, or less where that makes eight waves of 1 MiB or more.
         transport: ``"all_to_all"``, or ``"all_gather"`` for fabrics without a good all-to-all. The same on all ranks.
         process_group: ranks that hold equal copies of the *plain* tensors among the matrices (DDP): they then share the work.
             Without it every rank works on its own plain tensors.

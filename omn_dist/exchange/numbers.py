@@ -23,6 +23,17 @@ def kept(view: Tensor) -> Tensor:
     return view.detach() if view.numel() else NOTHING
 
 
+class SharedViews:
+    """Views to keep for all steps, equal ones as one tensor: waves use the same buffers, and most are cut alike."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]], Tensor] = {}
+
+    def keep(self, view: Tensor) -> Tensor:
+        """The tensor that stands for ``view``, a part of a buffer that outlives this."""
+        return self._known.setdefault((view.data_ptr(), view.dtype, tuple(view.shape), view.stride()), view.detach())
+
+
 class Returned(NamedTuple):
     """What the owner says of the rows of a rectangle, next to its update; fp32."""
 

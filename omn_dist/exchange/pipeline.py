@@ -18,6 +18,7 @@ from omn_dist.exchange.numbers import (
     Copies,
     Rectangle,
     Returned,
+    SharedViews,
     StackNumbers,
     copies_in,
     copies_out,
@@ -180,7 +181,7 @@ class Pipeline:
         self._numbers = torch.zeros(max((num_stack_numbers(self._owned(route)) for route in routes), default=0), device=device)
         self._scatter_slot = self._slot([route.scatter for route in routes])
         self._gather_slots = [self._slot([route.gather for route in routes])]
-        self._waves = [self._wave(route, self._gather_slots[0]) for route in routes]
+        self._waves = self._made_waves(routes, self._gather_slots * len(routes))
         self._early: dict[int, Pending] | None = None
         self._one, self._zero = torch.ones((), device=device), torch.zeros((), device=device)
 
@@ -196,22 +197,27 @@ class Pipeline:
         sent, received = (torch.zeros(size, device=self.device, dtype=torch.uint8) for size in sizes)
         return sent, received
 
-    def _wave(self, route: WaveRoute, gather_slot: _Slot) -> _Wave:
-        stacked = self._stack_views(route, self._stack, self._numbers)
+    def _made_waves(self, routes: list[WaveRoute], gather_slots: Sequence[_Slot]) -> list[_Wave]:
+        """Empties ``routes``: together they would take more than half of what is made of them."""
+        shared = SharedViews()
+        return [self._wave(routes.pop(0), slot, shared) for slot in gather_slots]
+
+    def _wave(self, route: WaveRoute, gather_slot: _Slot, shared: SharedViews) -> _Wave:
+        stacked = self._stack_views(route, shared)
         gather_sent, gather_received = gather_slot
         scatter_sent, scatter_received = self._scatter_slot
-        received = self._views(route.gather.received, gather_received, "gather")
-        sent = self._views(route.scatter.sent, scatter_sent, "scatter")
-        back = self._views(route.scatter.received, scatter_received, "scatter")
+        received = self._views(route.gather.received, gather_received, "gather", shared)
+        sent = self._views(route.scatter.sent, scatter_sent, "scatter", shared)
+        back = self._views(route.scatter.received, scatter_received, "scatter", shared)
         matrices, whole = self.plan.matrices, stacked.numbers
         return _Wave(
-            self._views(route.gather.sent, gather_sent, "gather"),
+            self._views(route.gather.sent, gather_sent, "gather", shared),
             received,
             sent,
             back,
             stacked,
             [Place(*own) for own in route.own],
-            [kept(_cut(stacked.by_matrix[matrix], segment)) for matrix, segment in route.own],
+            [shared.keep(_cut(stacked.by_matrix[matrix], segment)) for matrix, segment in route.own],
             [rows_of(whole[matrix].received, matrices[matrix], segment) for matrix, segment in route.own],
             [
                 Returned(rows_of(whole[matrix].returned.rows, matrices[matrix], segment), whole[matrix].returned.scalars)
@@ -242,7 +248,7 @@ class Pipeline:
         if len(self._gather_slots) < len(self._waves):
             routes = self._routes()
             self._gather_slots = [self._slot([route.gather]) for route in routes]
-            self._waves = [self._wave(route, slot) for route, slot in zip(routes, self._gather_slots, strict=True)]
+            self._waves = self._made_waves(routes, self._gather_slots)
         self._early = {}
 
     def drop_early(self) -> None:
@@ -387,21 +393,21 @@ class Pipeline:
                 wave.own_returned,
             )
 
-    def _views(self, side: Side, buffer: Tensor, way: Way) -> _Views:
-        buffer = buffer[: side.num_bytes].detach()
+    def _views(self, side: Side, buffer: Tensor, way: Way, shared: SharedViews) -> _Views:
+        buffer = shared.keep(buffer[: side.num_bytes])
         presences = []
         scalars: dict[int, list[Tensor]] = {}
         for matrices, offset, pitch in side.flags:
             # A row for each matrix: its flag, then its scalars.
             heads = numbers_at(buffer, offset, len(matrices) * pitch // NUMBER_BYTES).view(len(matrices), -1)
-            presences.append(_Presence(matrices, kept(heads[:, 0])))
+            presences.append(_Presence(matrices, shared.keep(heads[:, 0])))
             if pitch > FLAG_BYTES:
                 for matrix, head in zip(matrices, heads, strict=True):
                     scalars.setdefault(matrix, []).append(kept(head[1:]))
         return _Views(
             buffer,
             [Place(part.matrix, part.segment) for part in side.parts],
-            [self._part(buffer, part) for part in side.parts],
+            [shared.keep(self._part(buffer, part)) for part in side.parts],
             [part_numbers(buffer, self.plan.matrices[part.matrix], part, way) for part in side.parts],
             presences,
             scalars,
@@ -413,22 +419,22 @@ class Pipeline:
     def _part(self, buffer: Tensor, part: Part) -> Tensor:
         segment = part.segment
         end = part.offset + segment.num_elements * self._dtype.itemsize
-        return kept(buffer[part.offset : end].view(self._dtype).view(segment.num_rows, segment.num_columns))
+        return buffer[part.offset : end].view(self._dtype).view(segment.num_rows, segment.num_columns)
 
-    def _stack_views(self, route: WaveRoute, stack: Tensor, numbers: Tensor) -> _Stacked:
+    def _stack_views(self, route: WaveRoute, shared: SharedViews) -> _Stacked:
         groups = []
         by_matrix: dict[int, Tensor] = {}
         indices = [index for group in route.owned for index in group.matrices]
-        numbers_by_matrix = dict(zip(indices, stack_numbers(self._owned(route), numbers), strict=True))
+        numbers_by_matrix = dict(zip(indices, stack_numbers(self._owned(route), self._numbers), strict=True))
         for group in route.owned:
             matrix = self.plan.matrices[group.matrices[0]]
-            views = stack.as_strided(
+            views = self._stack.as_strided(
                 (len(group.matrices), matrix.stored_rows, matrix.stored_columns),
                 (group.pitch, matrix.stored_columns, 1),
                 group.offset,
             )
-            groups.append((group.matrices, kept(views), [numbers_by_matrix[index] for index in group.matrices]))
-            by_matrix.update(zip(group.matrices, map(kept, views.unbind()), strict=True))
+            groups.append((group.matrices, shared.keep(views), [numbers_by_matrix[index] for index in group.matrices]))
+            by_matrix.update(zip(group.matrices, map(shared.keep, views.unbind()), strict=True))
         return _Stacked(groups, by_matrix, numbers_by_matrix)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Self
 
 import numpy as np
@@ -69,8 +70,7 @@ class Matrix:
     def whole(cls, name: str, layout: Layout, num_steps: int) -> Self:
         """The matrix that is a whole stored parameter of two dims."""
         num_rows, num_columns = layout.shape
-        region = (Piece(0, 0, num_rows, num_columns, 0, 0),)
-        return cls(name, name, num_rows, num_columns, region, layout, num_steps)
+        return cls(name, name, num_rows, num_columns, _whole_region(num_rows, num_columns), layout, num_steps)
 
     def worked_by(self, algorithm: str, recipe: Recipe, guards: Sequence[str] = ()) -> Self:
         """This matrix with the cost and the message numbers of an algorithm, its Newton-Schulz and what guards its updates."""
@@ -200,6 +200,12 @@ class Matrix:
         elements = self.held.elements
         payload = -(-elements * wire_itemsize // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT
         return np.where(elements > 0, payload + FLAG_BYTES + NUMBER_BYTES * numbers, 0)
+
+
+@lru_cache(maxsize=4096)
+def _whole_region(num_rows: int, num_columns: int) -> tuple[Piece, ...]:
+    """All of a parameter. Matrices that lie alike share it."""
+    return (Piece(0, 0, num_rows, num_columns, 0, 0),)
 
 
 def whole_only(algorithm: str, form: CostForm, guards: Sequence[str]) -> str:

@@ -93,7 +93,11 @@ class Plan:
     @cached_property
     def hash(self) -> str:
         """SHA-256 of the description, in hex: equal exactly when two ranks would do the same."""
-        return hashlib.sha256(json.dumps(self.description).encode()).hexdigest()
+        digest = hashlib.sha256()
+        # Line by line: as one string the description of a deep model would leave large holes in the heap.
+        for part in json.JSONEncoder().iterencode(self.description):
+            digest.update(part.encode())
+        return digest.hexdigest()
 
     @cached_property
     def flops_by_rank(self) -> Counts:

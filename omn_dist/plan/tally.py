@@ -64,6 +64,11 @@ class Tally:
         self._messages = [_messages(firsts[kind], wire_itemsize) for kind in range(len(firsts))]
 
     @property
+    def largest_matrix(self) -> int:
+        """Bytes of one matrix of the largest kind: whole at its owner, or in the messages from all shards of one copy."""
+        return max((max(kind.stack_bytes, int(kind.gather_of_copy.max())) for kind in self._messages), default=0)
+
+    @property
     def largest_round(self) -> int:
         """Bytes of slot or stack that one matrix of the largest kind for every rank needs."""
         needed = [0]

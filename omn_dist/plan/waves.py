@@ -13,6 +13,9 @@ _LITERAL_BYTES = 2**20
 
 _LEAST_BYTES, _MOST_BYTES = 2**20, 2**26
 
+# Of the largest kind, in both slots and the stack together, by default.
+_MATRICES = 6
+
 _LEAST_WAVES = 8
 """By default: the first gather and the last scatter, which nothing hides, are then a small part of all."""
 
@@ -21,13 +24,16 @@ Waves = list[list[int]]
 
 
 def default_wave_bytes(matrices: Sequence[Matrix], world_size: int, wire_itemsize: int) -> int:
-    """The budget of a wave when none is given: two matrices of the largest kind for every rank, within 1 to 64 MiB.
+    """The budget of a wave when none is given, within 1 to 64 MiB: both slots and the stack together take about six of the largest
+    matrices.
 
-    It depends on the width of a model and not on its depth, and leaves a deep model many waves to overlap. Half of it would do to
-    move every matrix, but ranks of uneven speed then wait for each other more often (measured on two cores: 5 % of a step).
+    So temporaries depend on the width of a model, not on its depth and little on the number of ranks. On two ranks this is room
+    for two matrices a rank; on more, of whose shards less stays at home, for one and a half and less. Half of it would do to move
+    every matrix, but ranks of uneven speed then wait for each other more often (measured on two cores: 5 % of a step).
     """
-    largest = Tally(matrices, [0] * len(matrices), world_size, wire_itemsize).largest_round
-    return min(max(2 * largest, _LEAST_BYTES), _MOST_BYTES)
+    tally = Tally(matrices, [0] * len(matrices), world_size, wire_itemsize)
+    matrix, slot = tally.largest_matrix, tally.largest_round
+    return min(max(slot * _MATRICES * matrix // max(2 * slot + matrix, 1), _LEAST_BYTES), _MOST_BYTES)
 
 
 def least_waves(matrices: Sequence[Matrix], world_size: int, wire_itemsize: int) -> int:

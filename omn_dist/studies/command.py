@@ -46,9 +46,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--teams", choices=("never", "auto"), help="teams of ranks on one matrix, where they pay (never, or what CONFIG says)"
     )
-    command.add_argument(
-        "--wave-mib", type=int, metavar="N", help="budget of a slot and of the stack (two of the largest matrices a rank, 1 to 64)"
-    )
+    command.add_argument("--wave-mib", type=int, metavar="N", help="budget of a slot and of the stack (the optimizer's choice)")
     command.add_argument("--json", action="store_true", help="rows as JSON on stdout, instead of tables")
     command.add_argument("--csv", metavar="FILE", help="rows as CSV")
     command.add_argument("--plot", metavar="FOLDER", help="pictures as PNG files (needs matplotlib)")
@@ -79,7 +77,7 @@ def run(parsed: argparse.Namespace) -> int:
         tensor=_positive("--tensor", parsed.tensor),
         **options,
     )
-    budget = "two of the largest matrices a rank" if setting.wave_bytes is None else f"{setting.wave_bytes / 2**20:.0f} MiB"
+    budget = "the default budget" if setting.wave_bytes is None else f"{setting.wave_bytes / 2**20:.0f} MiB"
     rows = study(models, _numbers(parsed.ranks), _strategies(parsed.strategy), setting)
     facts += [
         f"device {device.name}: {device.source}",

@@ -70,13 +70,25 @@ def test_temporaries_do_not_grow_with_depth() -> None:
     assert max(needed) <= 1.35 * min(needed)
 
 
-def test_a_default_plan_has_eight_waves_where_they_are_worth_a_collective() -> None:
+def _narrow_layers(count: int) -> dict[str, tuple[int, int]]:
     shapes = {**dict.fromkeys("qkvo", (512, 512)), "gate": (1368, 512), "up": (1368, 512), "down": (512, 1368)}
-    layers = {f"layers.{layer}.{name}": shape for layer in range(8) for name, shape in shapes.items()}
-    assert len(plan_ownership(layers, 4, wire_itemsize=2).waves) == 8
+    return {f"layers.{layer}.{name}": shape for layer in range(count) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_default_temporaries_are_six_of_the_largest_matrices_whatever_depth_and_ranks(world_size: int) -> None:
+    needed = {plan_ownership(_narrow_layers(count), world_size, wire_itemsize=2).temporary_bytes for count in (16, 64)}
+    assert len(needed) == 1
+    # And a flag a message.
+    assert max(needed) <= 6 * (2 * 1368 * 512 + 4 * world_size)
+
+
+def test_a_default_plan_has_eight_waves_where_they_are_worth_a_collective() -> None:
+    layers = _narrow_layers(4)
+    assert len(plan_ownership(layers, 2, wire_itemsize=2).waves) == 8
     assert len(plan_ownership({f"m{index}": (24, 64) for index in range(74)}, 4, wire_itemsize=2).waves) == 1
     # A budget that somebody chose is taken as it is.
-    assert len(plan_ownership(layers, 4, wire_itemsize=2, wave_bytes=2**26).waves) == 1
+    assert len(plan_ownership(layers, 2, wire_itemsize=2, wave_bytes=2**26).waves) == 1
 
 
 def test_wave_budget_is_kept_where_it_can_be() -> None:
