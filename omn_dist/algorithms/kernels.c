@@ -178,7 +178,7 @@ VECTOR static inline __m512 root_from_12_bits(__m512 value) {
     const __m512 third = _mm512_add_ps(_mm512_mul_ps(remainder, slope), second);
     const __m512i from_smallest_normal = _mm512_sub_epi32(_mm512_castps_si512(value), _mm512_set1_epi32(0x00800000));
     const __mmask16 ordinary = _mm512_cmple_epu32_mask(from_smallest_normal, _mm512_set1_epi32(0x7f7ff000 - 0x00800000));
-    return _mm512_mask_mov_ps(_mm512_sqrt_ps(value), ordinary, third);
+    return ordinary == 0xffff ? third : _mm512_mask_mov_ps(_mm512_sqrt_ps(value), ordinary, third);
 }
 
 VECTOR static inline __attribute__((always_inline)) void adamw(

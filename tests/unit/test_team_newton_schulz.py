@@ -66,8 +66,8 @@ def test_slices_together_are_the_update_of_the_whole_matrix(name: str, size: int
         # In both roundings are few and random, so the larger one may be some times the smaller, on small matrices more.
         exact = orthogonalize(whole.to(recipe.input_dtype).double(), exact_recipe)
         factor = 1.25 if min(shape) > 40 else 4
-        # The norm alone, rounded to fp32, moves everything by up to one unit in its last place; the cubic steps add about as much: on
-        # an AMD EPYC 47 x 47 was 1.1e-7 off as a whole, and 2.3e-7 in four slices.
+        # The norm alone, rounded to fp32, moves everything by up to one unit in its last place; the cubic steps add about as much:
+        # on an AMD EPYC 47 x 47 was 1.1e-7 off as a whole, and 2.3e-7 in four slices.
         smallest = 2 * torch.finfo(torch.float32).eps
         assert _distance(found, exact) <= max(factor * _distance(expected, exact), smallest), shape
         again, _ = _together(_cut(whole, size), recipe)
