@@ -41,9 +41,11 @@ def adamw_update(
             left.append(index)
     if taken:
         torch._foreach_add_([step for _, step in taken], 1)
-        counts = torch.stack([step for _, step in taken]).tolist()
-        for (tensors, _), step in zip(taken, counts, strict=True):
-            kernels.adamw(*tensors, lr=lr, betas=betas, eps=epsilon, weight_decay=weight_decay, step=step)
+        by_count: dict[float, list[tuple[Tensor, Tensor, Tensor, Tensor]]] = {}
+        for (tensors, _), count in zip(taken, torch.stack([step for _, step in taken]).tolist(), strict=True):
+            by_count.setdefault(count, []).append(tensors)
+        for count, shards in by_count.items():
+            kernels.adamw(shards, lr=lr, betas=betas, eps=epsilon, weight_decay=weight_decay, step=count)
     if not left:
         return
 

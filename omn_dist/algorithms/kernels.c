@@ -181,47 +181,56 @@ VECTOR static inline __m512 root_from_12_bits(__m512 value) {
     return ordinary == 0xffff ? third : _mm512_mask_mov_ps(_mm512_sqrt_ps(value), ordinary, third);
 }
 
-VECTOR static inline __attribute__((always_inline)) void adamw(
-    long num_elements, float *restrict parameter, const float *restrict gradient, float *restrict first, float *restrict second,
-    float kept, float first_weight, float second_coefficient, float second_weight, float correction, float epsilon, float step_size,
+struct adamw {
+    float kept, first_weight, second_coefficient, second_weight, correction, epsilon, step_size;
+};
+
+/* The operations of torch.optim.AdamW(foreach=False, fused=False) in their order, on the lanes of the mask. */
+VECTOR static inline __attribute__((always_inline)) void adamw_lanes(
+    const __mmask16 mask, float *parameter, const float *gradient, float *first, float *second, const struct adamw by,
     const enum root root
 ) {
-    const int near = fabsf(first_weight) < 0.5f;
-    const __m512 weight = _mm512_set1_ps(near ? first_weight : first_weight - 1.0f);
-    for (long index = 0; index < num_elements; index += 16) {
-        const __mmask16 mask = num_elements - index < 16 ? (__mmask16)((1u << (num_elements - index)) - 1) : 0xffff;
-        const __m512 new = _mm512_maskz_loadu_ps(mask, gradient + index);
-        const __m512 old = _mm512_maskz_loadu_ps(mask, first + index);
-        const __m512 mean = _mm512_fmadd_ps(weight, _mm512_sub_ps(new, old), near ? old : new);
-        const __m512 kept_square = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, second + index), _mm512_set1_ps(second_coefficient));
-        const __m512 square = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_set1_ps(second_weight), new), new, kept_square);
-        const __m512 of_square = root == FROM_14_BITS   ? root_from_14_bits(square)
-                                 : root == FROM_12_BITS ? root_from_12_bits(square)
-                                                        : _mm512_sqrt_ps(square);
-        const __m512 denominator =
-            _mm512_add_ps(_mm512_div_ps(of_square, _mm512_set1_ps(correction)), _mm512_set1_ps(epsilon));
-        const __m512 moved = _mm512_div_ps(_mm512_mul_ps(_mm512_set1_ps(step_size), mean), denominator);
-        const __m512 stays = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, parameter + index), _mm512_set1_ps(kept));
-        _mm512_mask_storeu_ps(first + index, mask, mean);
-        _mm512_mask_storeu_ps(second + index, mask, square);
-        _mm512_mask_storeu_ps(parameter + index, mask, _mm512_add_ps(stays, moved));
+    const int near = fabsf(by.first_weight) < 0.5f;
+    const __m512 weight = _mm512_set1_ps(near ? by.first_weight : by.first_weight - 1.0f);
+    const __m512 new = _mm512_maskz_loadu_ps(mask, gradient), old = _mm512_maskz_loadu_ps(mask, first);
+    const __m512 mean = _mm512_fmadd_ps(weight, _mm512_sub_ps(new, old), near ? old : new);
+    const __m512 kept_square = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, second), _mm512_set1_ps(by.second_coefficient));
+    const __m512 square = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_set1_ps(by.second_weight), new), new, kept_square);
+    const __m512 of_square = root == FROM_14_BITS   ? root_from_14_bits(square)
+                             : root == FROM_12_BITS ? root_from_12_bits(square)
+                                                    : _mm512_sqrt_ps(square);
+    const __m512 denominator =
+        _mm512_add_ps(_mm512_div_ps(of_square, _mm512_set1_ps(by.correction)), _mm512_set1_ps(by.epsilon));
+    const __m512 moved = _mm512_div_ps(_mm512_mul_ps(_mm512_set1_ps(by.step_size), mean), denominator);
+    const __m512 stays = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, parameter), _mm512_set1_ps(by.kept));
+    _mm512_mask_storeu_ps(first, mask, mean);
+    _mm512_mask_storeu_ps(second, mask, square);
+    _mm512_mask_storeu_ps(parameter, mask, _mm512_add_ps(stays, moved));
+}
+
+struct shard {
+    long num_elements;
+    float *parameter, *first, *second;
+    const float *gradient;
+};
+
+VECTOR static inline __attribute__((always_inline)) void adamw(
+    const struct shard *shard, const struct shard *end, const struct adamw by, const enum root root
+) {
+    for (; shard < end; shard++) {
+        long index = 0;
+#define ON(MASK) adamw_lanes(MASK, shard->parameter + index, shard->gradient + index, shard->first + index, shard->second + index, by, root)
+        for (; index + 16 <= shard->num_elements; index += 16) ON(0xffff);
+        if (index < shard->num_elements) ON((__mmask16)((1u << (shard->num_elements - index)) - 1));
     }
 }
 
-/* The operations of torch.optim.AdamW(foreach=False, fused=False) in their order. */
-VECTOR void omn_adamw(
-    long num_elements, float *parameter, const float *gradient, float *first, float *second, float kept, float first_weight,
-    float second_coefficient, float second_weight, float correction, float epsilon, float step_size, int root
-) {
+VECTOR void omn_adamw(const struct shard *shards, long num_shards, const struct adamw *by, int root) {
+    const struct shard *end = shards + num_shards;
     switch (root) {
-#define WITH(ROOT)                                                                                                          \
-    case ROOT:                                                                                                              \
-        adamw(                                                                                                              \
-            num_elements, parameter, gradient, first, second, kept, first_weight, second_coefficient, second_weight,        \
-            correction, epsilon, step_size, ROOT                                                                            \
-        );                                                                                                                  \
-        break;
-        WITH(FROM_14_BITS) WITH(FROM_12_BITS) WITH(CORRECTLY_ROUNDED)
+        case FROM_14_BITS: adamw(shards, end, *by, FROM_14_BITS); break;
+        case FROM_12_BITS: adamw(shards, end, *by, FROM_12_BITS); break;
+        case CORRECTLY_ROUNDED: adamw(shards, end, *by, CORRECTLY_ROUNDED); break;
     }
 }
 #endif

@@ -8,6 +8,7 @@ zero is that of torch's vector loops; their scalar tails differ from them in it,
 import ctypes
 import importlib.util
 import itertools
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -79,10 +80,7 @@ def add_update(parameter: Tensor, update: Tensor, kept: float, step_size: float)
 
 
 def adamw(
-    parameter: Tensor,
-    gradient: Tensor,
-    first_moment: Tensor,
-    second_moment: Tensor,
+    shards: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]],
     *,
     lr: float,
     betas: tuple[float, float],
@@ -91,13 +89,16 @@ def adamw(
     step: float,
     root: int | None = None,
 ) -> None:
-    """Step number ``step`` of ``torch.optim.AdamW(foreach=False, fused=False)`` on fp32 tensors of one shape, in place.
+    """Step number ``step`` of ``torch.optim.AdamW(foreach=False, fused=False)`` on shards, in place.
 
-    For tensors that :func:`takes_adamw`, with torch's root if ``root`` is not another one.
+    A shard is parameter, gradient, first and second moment of one shape, which :func:`takes_adamw`. The root is torch's, unless
+    ``root`` names another one.
     """
-    library().omn_adamw(
-        parameter.numel(),
-        *(tensor.data_ptr() for tensor in (parameter, gradient, first_moment, second_moment)),
+    described = (_Shard * len(shards))()
+    for place, (parameter, gradient, first, second) in zip(described, shards, strict=True):
+        place.num_elements, place.gradient = parameter.numel(), gradient.data_ptr()
+        place.parameter, place.first, place.second = parameter.data_ptr(), first.data_ptr(), second.data_ptr()
+    by = _AdamW(
         1 - lr * weight_decay,
         1 - betas[0],
         betas[1],
@@ -105,9 +106,23 @@ def adamw(
         (1 - betas[1] ** step) ** 0.5,
         eps,
         -(lr / (1 - betas[0] ** step)),
-        _adamw_root() if root is None else root,
     )
-    increment_version((parameter, first_moment, second_moment))
+    library().omn_adamw(described, len(shards), ctypes.byref(by), _adamw_root() if root is None else root)
+    increment_version([tensor for parameter, _, first, second in shards for tensor in (parameter, first, second)])
+
+
+class _Shard(ctypes.Structure):
+    _fields_ = [
+        ("num_elements", ctypes.c_long),
+        *((name, ctypes.c_void_p) for name in ("parameter", "first", "second", "gradient")),
+    ]
+
+
+class _AdamW(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_float)
+        for name in ("kept", "first_weight", "second_coefficient", "second_weight", "correction", "epsilon", "step_size")
+    ]
 
 
 def transpose(target: Tensor, source: Tensor) -> None:
@@ -149,7 +164,7 @@ def library() -> ctypes.CDLL:
     kernels.omn_direction.argtypes = [size, size, *rectangle, *rectangle, *rectangle, number, real, real, number, number, number]
     kernels.omn_apply.argtypes = [size, size, *rectangle, *rectangle, number, real, real]
     if hasattr(kernels, "omn_adamw"):
-        kernels.omn_adamw.argtypes = [size, address, address, address, address, *(real for _ in range(7)), number]
+        kernels.omn_adamw.argtypes = [address, size, address, number]
     if hasattr(kernels, "omn_newton_schulz"):
         kernels.omn_newton_schulz.argtypes = [size, size, size, *(address for _ in range(8))]
     kernels.omn_transpose.argtypes = [size, size, *rectangle, *rectangle]
@@ -197,7 +212,7 @@ def _adamw_agrees(root: int) -> bool:
     # Without a gradient the smallest ones stay small.
     others[1, ::2] = 0
     ours, theirs = ([tensor.clone() for tensor in (*others, second_moment)] for _ in range(2))
-    adamw(*ours, lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=3.0, root=root)
+    adamw([(ours[0], ours[1], ours[2], ours[3])], lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=3.0, root=root)
     other, new, first, second = ([tensor] for tensor in theirs)
     torch_adamw(
         other,
