@@ -32,17 +32,17 @@ def takes(*tensors: Tensor, narrow: Tensor | None = None) -> bool:
     ``narrow`` may also be in bf16. With several threads torch's operations are left alone: the kernels have one.
     """
     return (
-        usable()
-        and torch.get_num_threads() == 1
-        and all(tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.stride(-1) == 1 for tensor in tensors)
-        and (narrow is None or (narrow.dtype in _WIDTHS and narrow.device.type == "cpu" and narrow.stride(-1) == 1))
+        torch.get_num_threads() == 1
+        and all(tensor.dtype == torch.float32 and in_memory(tensor) and tensor.stride(-1) == 1 for tensor in tensors)
+        and (narrow is None or (narrow.dtype in _WIDTHS and in_memory(narrow) and narrow.stride(-1) == 1))
+        and usable()
     )
 
 
 def takes_adamw(*tensors: Tensor) -> bool:
     """Whether :func:`adamw` takes these tensors: contiguous, fp32, on a CPU with AVX-512."""
     return (
-        all(tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
+        all(tensor.dtype == torch.float32 and in_memory(tensor) and tensor.is_contiguous() for tensor in tensors)
         and torch.get_num_threads() == 1
         and adamw_usable()
     )
@@ -51,12 +51,17 @@ def takes_adamw(*tensors: Tensor) -> bool:
 def takes_transposed(target: Tensor, source: Tensor) -> bool:
     """Whether :func:`transpose` takes these: ``[rows, columns]`` of two-byte elements on the CPU, those of a row side by side."""
     return (
-        usable()
-        and torch.get_num_threads() == 1
+        torch.get_num_threads() == 1
         and target.dtype == source.dtype
         and target.dtype.itemsize == 2
-        and all(t.ndim == 2 and t.device.type == "cpu" and t.stride(1) == 1 for t in (target, source))
+        and all(t.ndim == 2 and in_memory(t) and t.stride(1) == 1 for t in (target, source))
+        and usable()
     )
+
+
+def in_memory(tensor: Tensor) -> bool:
+    """Whether the elements lie in this process's memory now: a plain tensor on the CPU, not fake, a wrapper or in a trace."""
+    return type(tensor) is Tensor and tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def write_direction(
@@ -167,6 +172,8 @@ def library() -> ctypes.CDLL:
         kernels.omn_adamw.argtypes = [address, size, address, number]
     if hasattr(kernels, "omn_newton_schulz"):
         kernels.omn_newton_schulz.argtypes = [size, size, size, *(address for _ in range(8))]
+        operands = (address, address, number, size)
+        kernels.omn_product.argtypes = [size, size, size, *operands, address, address, real, real, address]
     kernels.omn_transpose.argtypes = [size, size, *rectangle, *rectangle]
     return kernels
 

@@ -203,6 +203,19 @@ VECTOR void omn_newton_schulz(
     }
 }
 
+/* One product of contiguous matrices, by which the order of sums is found: of left and right, which is [depth, columns], or with
+ * `symmetric` of left and its transpose. `addend` may be missing. */
+VECTOR void omn_product(
+    long num_rows, long num_columns, long depth, const uint16_t *left, const uint16_t *right, int symmetric, long chunk,
+    uint16_t *out, const uint16_t *addend, float alpha, float beta, uint32_t *strip
+) {
+    const struct product of = {
+        num_rows, num_columns, depth, {left, depth}, {right, symmetric ? depth : num_columns}, symmetric, symmetric, chunk,
+        {out, num_columns, addend, num_columns, alpha, beta},
+    };
+    multiply(&of, strip);
+}
+
 /* Whether the CPU has the instruction, and not a faster one that torch takes instead (AMX). */
 int omn_has_newton_schulz(void) {
     unsigned int a, b, c, d, no_amx;

@@ -3,12 +3,12 @@
 A = X X^T and b A + c A A are symmetric, and exactly so as torch computes them: both halves sum the same products in the same order.
 So a kernel (products.c) computes what lies below the diagonal and copies the rest. It serves CPUs with AVX512_BF16 and without AMX,
 where torch's products sum in an order that is known but for one number: how much of the depth is summed at a time. That is tried
-for each shape once in a process, with room for four iterates, and where no candidate gives torch's bits, torch multiplies.
+for each shape once in a process, with room for six iterates, and where no candidate gives torch's bits, torch multiplies.
 """
 
 import ctypes
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -19,11 +19,9 @@ from omn_dist.algorithms.coefficients import Coefficients
 from omn_dist.algorithms.scratch import Scratch
 
 _SMALLEST = 128
-"""Short side from which a shape is tried: smaller products cost little, and too few numbers would tell two orders apart."""
+"""Short side from which a shape is tried: smaller products cost little."""
 _CHUNKS = (2**62, 1024, 512)
 """How much of the depth oneDNN sums at a time: everything, or so much; which one depends on the shape."""
-_NUM_TRIED = 2**19
-"""Elements that must agree. Of those of a wrong order 1 in 10,000 differs."""
 _STRIP_COLUMNS = 48
 
 
@@ -35,7 +33,7 @@ class Chunks(ctypes.Structure):
 
 def chunks(iterate: Tensor) -> Chunks | None:
     """How the kernel takes ``[short, long]``, contiguous or the transpose of that; ``None`` where torch has to multiply."""
-    if iterate.dtype != torch.bfloat16 or iterate.device.type != "cpu" or torch.get_num_threads() != 1:
+    if iterate.dtype != torch.bfloat16 or not kernels.in_memory(iterate) or torch.get_num_threads() != 1:
         return None
     return _chunks(*iterate.shape[-2:], not iterate.is_contiguous())
 
@@ -73,29 +71,11 @@ def usable() -> bool:
 
 @cache
 def _chunks(short: int, long: int, transposed: bool) -> Chunks | None:
-    """Those with which the kernel has torch's bits on random matrices, found one product after the other."""
     if short < _SMALLEST or short % 2 or long % 2 or not usable():
         return None
-    found = Chunks(*(_CHUNKS[0] for _ in _PRODUCTS))
-    for name, agrees in _PRODUCTS.items():
-        for chunk in _CHUNKS:
-            setattr(found, name, chunk)
-            if (chunk < long or chunk == _CHUNKS[0]) and all(
-                agrees(matrix, found, transposed) for matrix in _matrices(short, long)
-            ):
-                break
-        else:
-            return None
+    found = _tried(short, long, transposed)
     _give_back()
     return found
-
-
-def _matrices(short: int, long: int) -> Iterator[Tensor]:
-    """One after the other, with singular values up to one."""
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(-(-_NUM_TRIED // short**2)):
-        matrix = torch.empty(short, long, dtype=torch.bfloat16).normal_(generator=generator)
-        yield matrix.div_(short**0.5 + long**0.5)
 
 
 def _give_back() -> None:
@@ -105,38 +85,101 @@ def _give_back() -> None:
         trim(0)
 
 
-def _first_gram_agrees(matrix: Tensor, chunks: Chunks, transposed: bool) -> bool:
-    given = matrix.mT.contiguous().mT if transposed else matrix
-    return torch.equal(_step(matrix, _CUBIC, chunks)[0], torch.mm(given, given.mT))
+def _tried(short: int, long: int, transposed: bool) -> Chunks | None:
+    """Those with which the kernel has torch's bits, found one product after the other."""
+    generator = torch.Generator().manual_seed(0)
+
+    def layouts(matrix: Tensor) -> list[Tensor]:
+        """The matrix as the first step and as the others find it."""
+        return [matrix.mT.contiguous().mT, matrix] if transposed else [matrix]
+
+    def of_grams() -> list[int | None]:
+        matrix, other = _cancelling(short, short, long, generator)
+        matrix[::2] = other[::2]
+        return [_chunk(partial(_product, matrix, None), [torch.mm(given, given.mT)], long) for given in layouts(matrix)]
+
+    def of_factor(columns: int, alpha: float, beta: float) -> int | None:
+        left, right = _cancelling(short, columns, short, generator)
+        right, zeros = right.mT.contiguous(), torch.zeros(short, columns, dtype=torch.bfloat16)
+        expected = [torch.addmm(zeros, left, given, beta=beta, alpha=alpha) for given in layouts(right)]
+        return _chunk(partial(_product, left, right, addend=zeros, alpha=alpha, beta=beta), expected, short)
+
+    (a, b, c), grams = _QUINTIC, of_grams()
+    found = (grams[0], grams[-1], of_factor(short, c, b), of_factor(long, 1.0, a))
+    if None in found:
+        return None
+    chunks = Chunks(*found)
+    # The rest, with numbers as they are in a first step: singular values up to one.
+    matrix = layouts(_random(short, long, generator).div_(short**0.5 + long**0.5))[0]
+    return chunks if all(_step_agrees(matrix, coefficients, chunks) for coefficients in (_CUBIC, _QUINTIC)) else None
 
 
-def _gram_agrees(matrix: Tensor, chunks: Chunks, transposed: bool) -> bool:
-    return _first_gram_agrees(matrix, Chunks(*(chunks.gram for _ in _PRODUCTS)), transposed=False)
+_CUBIC, _QUINTIC = (1.5, -0.5, 0.0), (3.4445, -4.775, 2.0315)
 
 
-def _square_agrees(matrix: Tensor, chunks: Chunks, transposed: bool) -> bool:
-    (_, b, c), (gram, square, _) = _QUINTIC, _step(matrix, _QUINTIC, chunks)
-    return torch.equal(square, torch.addmm(gram, gram, gram, beta=b, alpha=c))
+def _random(rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    return torch.empty(rows, columns, dtype=torch.bfloat16).normal_(generator=generator)
 
 
-def _update_agrees(matrix: Tensor, chunks: Chunks, transposed: bool) -> bool:
-    given = matrix.mT.contiguous().mT if transposed else matrix
-    for a, b, c in (_CUBIC, _QUINTIC):
-        gram, square, update = _step(matrix, (a, b, c), chunks)
-        factor, alpha = (square, 1.0) if c else (gram, b)
-        if not all(torch.equal(update, torch.addmm(matrix, factor, x, beta=a, alpha=alpha)) for x in (matrix, given)):
-            return False
-    return True
+def _cancelling(rows: int, columns: int, depth: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """``[rows, depth]`` and ``[columns, depth]`` whose scalar products are zero but for rounding, which shows the order of sums.
+
+    Every pair of terms has its opposite somewhere else in the depth, and one term of a pair is 2**20 times the other, so that no
+    sum of two is exact. (Of random numbers one result in 10,000 would show the order, and hardly one how the last pair of 514 is
+    summed.)
+    """
+    rest, half = depth % 4, depth // 4 * 2
+    pairs = rest + 2 * torch.randperm(half, generator=generator)
+    order = torch.cat((torch.arange(rest), torch.stack((pairs, pairs + 1), 1).flatten()))
+    factors = []
+    for num_rows, sign in ((rows, 1), (columns, -1)):
+        part = _random(num_rows, half, generator)
+        part[:, 1::2] *= 2**10
+        factors.append(torch.cat((torch.zeros(num_rows, rest, dtype=part.dtype), part, sign * part), 1)[:, order])
+    return factors[0], factors[1]
 
 
-_PRODUCTS = {"first_gram": _first_gram_agrees, "gram": _gram_agrees, "square": _square_agrees, "update": _update_agrees}
-_CUBIC, _QUINTIC = (0.1, -0.7, 0.0), (0.1, -0.3, 1.7)
-"""Steps whose sums have a small addend, so that it does not hide their last bits."""
+def _chunk(product: Callable[[int], Tensor], expected: list[Tensor], depth: int) -> int | None:
+    """The first that gives the expected bits, which are the same for all layouts."""
+    chunks = (chunk for chunk in _CHUNKS if chunk < depth or chunk == _CHUNKS[0])
+    return next((chunk for chunk in chunks if all(torch.equal(product(chunk), found) for found in expected)), None)
 
 
-def _step(matrix: Tensor, coefficients: Coefficients, chunks: Chunks) -> tuple[Tensor, Tensor, Tensor]:
-    """A A^T, b A + c A A, and the iterate after one step."""
-    scratch, end = Scratch(), torch.empty_like(matrix)
-    newton_schulz(matrix, end, end, (coefficients,), chunks, scratch)
-    gram, polynomial = (scratch.take(name, (len(matrix),) * 2, matrix.dtype, matrix.device) for name in ("gram", "polynomial"))
-    return gram, polynomial, end
+def _product(
+    left: Tensor,
+    right: Tensor | None,
+    chunk: int,
+    *,
+    addend: Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+) -> Tensor:
+    """``alpha left right + beta addend``; without ``right`` the symmetric product of ``left`` and its transpose."""
+    (num_rows, depth), num_columns = left.shape, len(left) if right is None else right.size(1)
+    out, strip = left.new_empty(num_rows, num_columns), left.new_empty(_STRIP_COLUMNS, depth)
+    kernels.library().omn_product(
+        num_rows,
+        num_columns,
+        depth,
+        left.data_ptr(),
+        (left if right is None else right).data_ptr(),
+        right is None,
+        chunk,
+        out.data_ptr(),
+        None if addend is None else addend.data_ptr(),
+        alpha,
+        beta,
+        strip.data_ptr(),
+    )
+    return out
+
+
+def _step_agrees(matrix: Tensor, coefficients: Coefficients, chunks: Chunks) -> bool:
+    """Whether one step on a matrix, which may be the transpose of a contiguous one, has torch's bits."""
+    a, b, c = coefficients
+    gram = torch.mm(matrix, matrix.mT)
+    factor, alpha = (torch.addmm(gram, gram, gram, beta=b, alpha=c), 1.0) if c else (gram, b)
+    start = matrix.contiguous()
+    end = torch.empty_like(start)
+    newton_schulz(start, end, end, (coefficients,), chunks, Scratch())
+    return torch.equal(end, torch.addmm(start, factor, matrix, beta=a, alpha=alpha))

@@ -1,12 +1,14 @@
 """Newton-Schulz by a kernel of our own: bit for bit what torch's products give, for every shape that it takes; and never needed."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from omn_dist.algorithms import kernels, products
 from omn_dist.algorithms.coefficients import SCHEDULES
@@ -47,6 +49,12 @@ def _by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 @example(short=768, more=0, tall=False, schedule="quintic", recipe="torch")
 @example(short=1000, more=24, tall=True, schedule="quintic", recipe="torch")
 @example(short=128, more=0, tall=False, schedule="deepseek_v4", recipe="scaled")
+# One pair, or a few, beyond a chunk: how they are summed shows in a few numbers of a step, if in any.
+@example(short=514, more=30, tall=False, schedule="quintic", recipe="torch")
+@example(short=516, more=1262, tall=False, schedule="polar_express", recipe="torch")
+@example(short=214, more=300, tall=True, schedule="polar_express", recipe="torch")
+@example(short=518, more=508, tall=True, schedule="quintic", recipe="torch")
+@example(short=670, more=356, tall=False, schedule="quintic", recipe="torch")
 def test_bits_of_torch(short: int, more: int, tall: bool, schedule: str, recipe: str) -> None:
     shape = (short + more, short) if tall else (short, short + more)
     direction, chosen = _matrix(short, *shape), build_recipe(recipe, schedule)
@@ -119,29 +127,33 @@ def test_several_threads_are_left_to_torch() -> None:
 
 
 @usable
-@pytest.mark.parametrize("broken", ["gram", "square", "update"])
-def test_a_kernel_with_other_bits_is_not_used(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_with_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     real = products.newton_schulz
 
-    def changed(start: Tensor, iterate: Tensor, end: Tensor, *rest: object) -> None:
-        real(start, iterate, end, *rest)  # type: ignore[arg-type]
-        scratch, size = rest[-1], (len(start), len(start))
-        assert isinstance(scratch, Scratch)
-        name = {"gram": "gram", "square": "polynomial"}.get(broken)
-        wrong = end if name is None else scratch.take(name, size, start.dtype, start.device)
-        wrong[-1, 0] += 1
+    def changed(start: Tensor, iterate: Tensor, end: Tensor, *rest: Any) -> None:
+        real(start, iterate, end, *rest)
+        end[-1, 0] += 1
 
+    assert products._chunks.__wrapped__(256, 640, False) is not None
     monkeypatch.setattr(products, "newton_schulz", changed)
     assert products._chunks.__wrapped__(256, 640, False) is None
 
 
 @usable
-@pytest.mark.parametrize(("shape", "transposed"), [((512, 1368), False), ((512, 1368), True), ((768, 768), False)])
+@pytest.mark.parametrize("shape", [(512, 1368), (768, 768), (128, 1026), (514, 514)])
+@pytest.mark.parametrize("transposed", [False, True])
 def test_an_order_of_sums_that_is_not_torch_s_is_found_out(
     shape: tuple[int, int], transposed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "_CHUNKS", (2**62,))
-    assert products._chunks.__wrapped__(*shape, transposed) is None
+    """Every product by itself: where another one of the known chunks gives other sums, it does not pass for torch's."""
+    found = products._chunks(*shape, transposed)
+    assert found is not None
+    chosen = {getattr(found, name) for name, _ in found._fields_} - {products._CHUNKS[0]}
+    assert chosen, "choose a shape whose depth torch does not sum at once"
+    for chunk in chosen:
+        monkeypatch.setattr(products, "_CHUNKS", tuple(other for other in products._CHUNKS if other != chunk))
+        assert products._tried(*shape, transposed) is None, f"a chunk of {chunk} is torch's, and another one passed"
+        monkeypatch.undo()
 
 
 def test_without_the_kernel_torch_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,6 +168,15 @@ def test_without_the_kernel_torch_multiplies(monkeypatch: pytest.MonkeyPatch) ->
     finally:
         for function in (products.usable, products._chunks):
             function.cache_clear()
+
+
+@usable
+def test_tensors_without_memory_of_their_own_are_left_to_torch() -> None:
+    with FakeTensorMode():
+        for shape in ((256, 128), (128, 256)):
+            assert orthogonalize(torch.empty(shape), "torch").shape == shape
+    with torch.inference_mode():
+        assert torch.equal(orthogonalize(_matrix(5, 256, 128), "torch"), orthogonalize(_matrix(5, 256, 128), "torch"))
 
 
 @usable
