@@ -3,7 +3,8 @@
     python benchmarks/step_time.py --ranks 2 [--rounds 7] [--json] [--only omn_dist]
 
 Others are compared where they are installed (``pip install -e .[benchmarks]``). ``times_floor`` is the median over rounds of
-a step's time over the mean of the floors right before and after it (see floor.py). ``same_update`` says whether a contender
+a step's time over the mean of the floors right before and after it (see floor.py); a step without products counts as the median of
+five. ``same_update`` says whether a contender
 computes Muon's update with five standard bf16 steps on whole matrices; others are marked, since their time is that of another job.
 """
 
@@ -23,6 +24,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from omn_dist import DualOptimizer
+
+_SHORT_STEPS = 5
+"""Of an optimizer without products, in each round, of which the median counts: one of some milliseconds is at the mercy of the
+machine."""
 
 Optimizers = dict[str, tuple[Callable[[list[nn.Parameter]], torch.optim.Optimizer], bool]]
 """Name to how it is built, and whether it computes the same update."""
@@ -73,16 +78,13 @@ def measure(only: list[str], num_rounds: int) -> list[dict[str, Any]]:
     times: dict[str, list[float]] = {name: [] for name in running}
     ratios: dict[str, list[float]] = {name: [] for name in running}
     for number in range(num_rounds + 1):
-        for name, (parameters, optimizer, _) in running.items():
+        for name, (parameters, optimizer, same_update) in running.items():
             for parameter in parameters:
                 parameter.grad = torch.full_like(parameter, 0.01 * (1 + number))
                 parameter.grad.to_local().add_(parameter.detach().to_local())
             # Rates of a shared machine change from second to second: each step is compared with the floors around it.
             before = floor.seconds()["floor"]
-            dist.barrier()
-            start = time.perf_counter()
-            optimizer.step()
-            seconds = slowest(time.perf_counter() - start)
+            seconds = statistics.median(_one_step(optimizer) for _ in range(1 if same_update else _SHORT_STEPS))
             least = (before + floor.seconds()["floor"]) / 2
             if number:  # the first round allocates and compiles
                 floors.append(least)
@@ -99,6 +101,14 @@ def measure(only: list[str], num_rounds: int) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def _one_step(optimizer: torch.optim.Optimizer) -> float:
+    """Seconds of the slowest rank. Collective."""
+    dist.barrier()
+    start = time.perf_counter()
+    optimizer.step()
+    return slowest(time.perf_counter() - start)
 
 
 def _sharded(shape: tuple[int, int], mesh: DeviceMesh) -> nn.Parameter:
