@@ -4,8 +4,8 @@
 
 Others are compared where they are installed (``pip install -e .[benchmarks]``). ``times_floor`` is the median over rounds of
 a step's time over the mean of the floors right before and after it (see floor.py); a step without products counts as the median of
-five. ``same_update`` says whether a contender
-computes Muon's update with five standard bf16 steps on whole matrices; others are marked, since their time is that of another job.
+five. ``same_update`` says whether a contender computes Muon's update with five standard bf16 steps on whole matrices; others are
+marked, since their time is that of another job.
 """
 
 import argparse
