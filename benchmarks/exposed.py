@@ -8,15 +8,16 @@ switched from step to step, interleaved in one run; times are those of the slowe
 - *pipeline off*: the same waves, each collective waited for at once;
 - *compute alone*: the same work on what an earlier step left in the buffers, nothing on the wire;
 - *collectives alone*: those of one step, one after the other;
-- *backward alone*, and *backward, gathers in it, step*: gradients come one after the other, from the last layer to the first, each
-  after the products that the backward of its layer takes for 1,024 tokens; with ``overlap_backward`` and the step in the second.
+- *backward alone*: gradients come one after the other, from the last layer to the first, each after the products that the backward
+  of its layer takes for 1,024 tokens;
+- *backward, then step*, and *backward, gathers in it, step*: with ``overlap_backward`` in the second.
 
 *Exposed* is a step less compute alone; the *cost* of communication is what is exposed with the pipeline off, and *hidden* is the
-part of it that is not exposed with the pipeline on, round by round; with gathers in backward, the backward alone is taken off as
-well. *Could hide* is the most that Newton-Schulz is long enough for: of each wave the lesser of its Newton-Schulz and the
-collectives that are in flight beside it. *waits* are the times that the optimizer stands still for collectives, or for the other
-rank: what is hidden of them does not depend on how fast the machine happens to compute, but leaves out what communication takes
-of the cores. *cpu* are the times of all threads.
+part of it that is not exposed with the pipeline on, round by round; after a backward, that alone is taken off as well. *Saved by
+gathers in backward* is what the last takes less than the one before. *Could hide* is the most that Newton-Schulz is long enough
+for: of each wave the lesser of its Newton-Schulz and the collectives that are in flight beside it. *waits* are the times that the
+optimizer stands still for collectives, or for the other rank: what is hidden of them does not depend on how fast the machine
+happens to compute, but leaves out what communication takes of the cores. *cpu* are the times of all threads.
 
     python benchmarks/exposed.py [--rate 1gbit] [--preset torch] [--wave-mib 4] [--rounds 15] [--json] [--picture exposed.png]
 
@@ -30,7 +31,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple
@@ -46,12 +47,13 @@ from omn_dist import DualOptimizer
 from omn_dist.exchange import pipeline
 from omn_dist.exchange.transport import Pending, WaveTransport
 
-MODES = ON, OFF, COMPUTE, COLLECTIVES, BACKWARD, EARLY = (
+MODES = ON, OFF, COMPUTE, COLLECTIVES, BACKWARD, LATE, EARLY = (
     "pipeline on",
     "pipeline off",
     "compute alone",
     "collectives alone",
     "backward alone",
+    "backward, then step",
     "backward, gathers in it, step",
 )
 NUM_TOKENS = 1024
@@ -108,7 +110,7 @@ class Switch(WaveTransport):
         if self.mode == COMPUTE:
             return Pending()
         pending = _Waiting(getattr(self._transport, way)(number, sent, received), self._stamps, f"wait_{way}({number})")
-        if self.mode in (ON, EARLY):
+        if self.mode in (ON, LATE, EARLY):
             return pending
         pending.wait()
         return Pending()
@@ -179,11 +181,10 @@ def measure(preset: str, wave_bytes: int | None, num_layers: int, num_rounds: in
             switch.run_collectives()
         elif mode == BACKWARD:
             backward()
-        elif mode == EARLY:
-            with optimizer.overlap_backward():
-                backward()
-            optimizer.step()
         else:
+            if mode in (LATE, EARLY):
+                with optimizer.overlap_backward() if mode == EARLY else nullcontext():
+                    backward()
             optimizer.step()
         seconds, busy = time.perf_counter() - start, time.process_time() - busy
         waits = sum(span.end - span.start for span in stamps.spans if span.name.startswith("wait"))
@@ -221,15 +222,19 @@ def table(rounds: Sequence[dict[str, Once]]) -> list[dict[str, Any]]:
     cost = [off - compute for off, compute in zip(times(OFF), times(COMPUTE), strict=True)]
     exposed = [on - compute for on, compute in zip(times(ON), times(COMPUTE), strict=True)]
     hidden = [off - on for off, on in zip(times(OFF), times(ON), strict=True)]
-    early = [
-        both - backward - compute for both, backward, compute in zip(times(EARLY), times(BACKWARD), times(COMPUTE), strict=True)
-    ]
+    saved = [late - early for late, early in zip(times(LATE), times(EARLY), strict=True)]
+    unhindered = [backward + compute for backward, compute in zip(times(BACKWARD), times(COMPUTE), strict=True)]
+    exposed_late, exposed_early = (
+        [both - alone for both, alone in zip(times(mode), unhindered, strict=True)] for mode in (LATE, EARLY)
+    )
     for name, seconds in (
         ("cost", cost),
         ("exposed", exposed),
-        ("exposed, gathers in backward", early),
         ("hidden", hidden),
         ("could hide", could_hide),
+        ("exposed after backward", exposed_late),
+        ("exposed, gathers in backward", exposed_early),
+        ("saved by gathers in backward", saved),
     ):
         rows.append({"name": name, **summary(seconds), **_share(seconds, cost)})
     waits = [of_mode[OFF].waits for of_mode in rounds]

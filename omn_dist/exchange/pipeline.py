@@ -281,21 +281,22 @@ class Pipeline:
     def _early_order(self) -> list[int]:
         return list(reversed(range(len(self._waves))))
 
-    def run(self, work: MatrixWork, beside_first_gather: Callable[[], None]) -> None:
+    def run(self, work: MatrixWork, local_work: Callable[[], None]) -> None:
         """One step of all waves. Collective: all ranks of the plan call it, with whatever gradients they have.
 
-        ``beside_first_gather`` is called once, while the first gather is in flight. After :meth:`begin_early` on all ranks, waves
-        go from the last to the first, like gradients in backward, and all gathers are in flight at once.
+        After :meth:`begin_early` on all ranks, waves go from the last to the first, like gradients in backward, and all gathers
+        are in flight at once. ``local_work`` is called once, beside a transfer that no wave's work hides: the first gather, or
+        where gathers left early the last scatter. So is what is left of the momentum then.
         """
         early, self._early = self._early, None
         order = list(range(len(self._waves))) if early is None else self._early_order()
         gathering = early or {}
-        for number in gathering:
-            work.commit(self._waves[number].gather_sent.places)
+        uncommitted = tuple(gathering)
         for number in order[:1] if early is None else order:
             if number not in gathering:
                 gathering[number] = self._launch_gather(number, work, commit=True)
-        beside_first_gather()
+        if early is None:
+            local_work()
         scattering: tuple[int, Pending] | None = None
         for number, following in itertools.zip_longest(order, order[1:]):
             gathering.pop(number).wait()
@@ -307,6 +308,10 @@ class Pipeline:
                 self._finish(scattering, work)
             scattering = number, self._launch_scatter(number, work, present)
             self._apply_own(number, work, present)
+        for number in uncommitted:
+            work.commit(self._waves[number].gather_sent.places)
+        if early is not None:
+            local_work()
         if scattering is not None:
             self._finish(scattering, work)
 

@@ -44,8 +44,10 @@ class _Work:
         return True
 
     def prepare(self, places: Sequence[Place], *rest: Any, commit: bool) -> None:
-        assert commit
-        self._events.append("prepare")
+        self._events.append("prepare" if commit else "prepare without commit")
+
+    def commit(self, places: Sequence[Place]) -> None:
+        self._events.append("commit")
 
     def transform(self, matrices: Sequence[int], *rest: Any) -> None:
         self._events.append("transform")
@@ -89,6 +91,24 @@ def test_neighbouring_waves_are_in_flight_while_one_is_orthogonalised(events: li
             number += 1
     assert number == num_waves
     assert not in_flight
+
+
+def test_what_left_early_is_committed_beside_the_last_scatter(events: list[str]) -> None:
+    pipeline = _pipeline(8)
+    work = _Work(events)
+    pipeline.begin_early()
+    for number in (3, 2):
+        pipeline.gather_early(number, work)
+    assert events == [event for number in (3, 2) for event in ("prepare without commit", f"launch gather {number}")]
+    pipeline.run(work, lambda: events.append("adamw"))
+    launched = [event for event in events if event.startswith("launch")]
+    assert launched == [f"launch {way} {number}" for way in ("gather", "scatter") for number in (3, 2, 1, 0)]
+    assert events.index("transform") > events.index("launch gather 0")
+    # The gradients that left and what AdamW has are all there is to do while the last scatter is in flight.
+    last = events.index("launch scatter 0")
+    assert events[last:] == ["launch scatter 0", "apply", "commit", "commit", "adamw", "wait scatter 0", "apply"]
+    assert "commit" not in events[:last]
+    assert "adamw" not in events[:last]
 
 
 def test_a_step_allocates_no_new_buffers_and_they_do_not_grow_with_depth(events: list[str]) -> None:
