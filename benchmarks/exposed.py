@@ -19,7 +19,7 @@ for: of each wave the lesser of its Newton-Schulz and the collectives that are i
 optimizer stands still for collectives, or for the other rank: what is hidden of them does not depend on how fast the machine
 happens to compute, but leaves out what communication takes of the cores. *cpu* are the times of all threads.
 
-    python benchmarks/exposed.py [--rate 1gbit] [--preset torch] [--wave-mib 4] [--rounds 15] [--json] [--picture exposed.png]
+    python benchmarks/exposed.py [--rate 1gbit] [--preset torch] [--wave-mib 4] [--rounds 25] [--json] [--picture exposed.png]
 
 Ranks that are started by other means, with the environment that torch.distributed expects, run on their own network.
 """
@@ -310,7 +310,7 @@ def main() -> None:
     parser.add_argument("--preset", choices=("omn", "torch"), default="torch")
     parser.add_argument("--wave-mib", type=mebibytes, help="byte budget of a wave (the optimizer's choice)")
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--picture", type=Path, help="draw a time line here")
     arguments = parser.parse_args()
