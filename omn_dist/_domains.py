@@ -10,6 +10,8 @@ from typing import Any, Literal, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _world
+from torch.distributed.tensor import DTensor
 
 from omn_dist.algorithms.guards import guards_of
 from omn_dist.algorithms.newton_schulz import group_recipe
@@ -69,20 +71,24 @@ class SharedGroups:
         self._teams: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._known_teams: set[tuple[int, ...]] = set()
 
-    def of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """The pipeline's group of these global ranks; ``None`` for fewer than two. Collective on first use."""
+    def of(self, ranks: tuple[int, ...], parts: Sequence[dist.ProcessGroup], device: torch.device) -> dist.ProcessGroup | None:
+        """The pipeline's group of these global ranks; ``None`` for fewer than two. Collective on first use.
+
+        ``parts`` are the groups that this rank is in along the axes of the grid that ``ranks`` make up.
+        """
         if len(ranks) < 2:
             return None
         if ranks not in self._by_ranks:
+            _even_out(parts, device)
             group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="omn_dist_pipeline")
             self._by_ranks[ranks] = group
         return self._by_ranks[ranks]
 
-    def of_teams(self, plan: Plan, ranks: tuple[int, ...]) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    def of_teams(self, plan: Plan, ranks: tuple[int, ...], device: torch.device) -> dict[tuple[int, ...], dist.ProcessGroup]:
         """The groups of the teams of ``plan`` that this rank is in, by ranks of the plan, which are these global ``ranks``.
 
-        Collective over all ``ranks`` on first use. torch names a group after its ranks and after the number of groups that a rank
-        has, which therefore must be equal everywhere: in each round every rank makes one group, of a team or of itself alone.
+        Collective over all ``ranks`` on first use, after :meth:`of`. In each round every rank makes one group, of a team or of
+        itself alone, so that all have as many.
         """
         members = {team: tuple(ranks[rank] for rank in team) for team in plan.teams.values()}
         rounds: list[list[tuple[int, ...]]] = []
@@ -94,6 +100,8 @@ class SharedGroups:
             else:
                 fitting.append(team)
         me = dist.get_rank()
+        if rounds:
+            _even_out([self._by_ranks[ranks]], device)
         for found in rounds:
             own = next((team for team in found if me in team), (me,))
             group = dist.new_group(list(own), use_local_synchronization=True, group_desc="omn_dist_team")
@@ -106,6 +114,23 @@ class SharedGroups:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(self), ())
+
+
+def _even_out(parts: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+    """Let all ranks of a grid have the same number of process groups: those that have fewer make groups of themselves alone.
+
+    torch names a group that its members make by themselves after their ranks and that number; where it differs, because some
+    ranks have groups that others are not in, they would wait for each other under different names. Collective.
+
+    Args:
+        parts: the groups that this rank is in, one for each axis of the grid.
+        device: on which these groups communicate.
+    """
+    most = torch.tensor(len(_world.pg_names), device=device)
+    for part in parts:
+        dist.all_reduce(most, dist.ReduceOp.MAX, part)
+    for _ in range(int(most) - len(_world.pg_names)):
+        dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="omn_dist_even")
 
 
 def build_domains(
@@ -125,12 +150,11 @@ def build_domains(
         ValueError: ranks whose plans differ, an owner or a team for a matrix that is not there, or ranks that are no team.
         NotImplementedError: a placement that is not supported.
     """
-    replicas = tuple(dist.get_process_group_ranks(shared.replicas)) if shared.replicas is not None else ()
     dtype = _wire_dtype(wire, groups)
     device = next((parameter.device for group in groups for parameter in group["params"]), torch.device("cpu"))
 
     def plans(choice: Copies) -> list[_Planned]:
-        found = _together(groups, replicas, choice)
+        found = _together(groups, shared.replicas, choice)
         names = {matrix.name for planned in found for matrix in planned.matrices}
         for name in (*owners, *(names if owners else ())):
             if name not in names or name not in owners:
@@ -172,24 +196,36 @@ class _Planned:
     """Matrices that share one set of ranks, on their way to a domain."""
 
     ranks: tuple[int, ...]
+    parts: Sequence[dist.ProcessGroup]
+    """Groups of this rank along the axes of the grid that the ranks make up."""
     matrices: list[Matrix]
     members: dict[str, Member]
     plan: Plan = field(init=False)
 
 
-def _together(groups: Sequence[dict[str, Any]], replicas: tuple[int, ...], copies: Copies) -> list[_Planned]:
+def _together(groups: Sequence[dict[str, Any]], replicas: dist.ProcessGroup | None, copies: Copies) -> list[_Planned]:
     """Matrices by their ranks; in one order on all ranks, large sets first, so that AdamW runs beside their first gather."""
+    replica_ranks = () if replicas is None else tuple(dist.get_process_group_ranks(replicas))
     by_ranks: dict[tuple[int, ...], _Planned] = {}
     for group in groups:
         view = View.from_group(group)
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
-            place = placed(name, parameter, replicas, copies)
-            planned = by_ranks.setdefault(place.ranks, _Planned(place.ranks, [], {}))
+            place = placed(name, parameter, replica_ranks, copies)
+            planned = by_ranks.setdefault(place.ranks, _Planned(place.ranks, _parts(parameter, replicas, copies), [], {}))
             if name in planned.members:
                 raise ValueError(f"parameter {name}: two parameters of this name, expected unique param_names")
             planned.matrices.extend(_worked(name, view, place.layout, group))
             planned.members[name] = (parameter, group)
     return [by_ranks[ranks] for ranks in sorted(by_ranks, key=lambda ranks: (-len(ranks), ranks))]
+
+
+def _parts(parameter: Tensor, replicas: dist.ProcessGroup | None, copies: Copies) -> list[dist.ProcessGroup]:
+    """This rank's groups along the axes of the grid of ranks that work on a parameter together."""
+    if not isinstance(parameter, DTensor):
+        return [] if replicas is None else [replicas]
+    mesh, placements = parameter.device_mesh, parameter.placements
+    shared = [axis for axis in range(mesh.ndim) if copies == "share" or not placements[axis].is_replicate()]
+    return [mesh.get_group(axis) for axis in shared if mesh.size(axis) > 1]
 
 
 def _with_teams(planned: _Planned, teams: Literal["auto"] | Mapping[str, Sequence[int]], device: Device) -> Plan:
@@ -220,11 +256,11 @@ def _build(planned: _Planned, device: torch.device, dtype: torch.dtype, shared: 
             "ranks orthogonalises all of them; pass process_group to share the work of equal copies",
             stacklevel=5,
         )
-    group = shared.of(ranks)
+    group = shared.of(ranks, planned.parts, device)
     if group is not None:
         compare_plans(plan, group, device)
     rank = ranks.index(dist.get_rank()) if ranks else 0
-    team_groups = shared.of_teams(plan, ranks) if plan.teams else {}
+    team_groups = shared.of_teams(plan, ranks, device) if plan.teams else {}
     return Domain(plan, planned.members, rank, Pipeline(plan, rank, group, device, dtype, team_groups))
 
 

@@ -149,6 +149,8 @@ class MatrixStep:
         muon.commit(_gradient(shard, place.segment), rectangle(shard.momentum, place.segment), shard.settings)
 
     def transform(self, matrices: Sequence[int], stack: Tensor, numbers: Sequence[StackNumbers]) -> None:
+        if stack.numel() == 0:
+            return
         # Matrices of one shape may belong to groups with different settings.
         settings = [self._shard(matrix).settings for matrix in matrices]
         start = 0

@@ -192,6 +192,26 @@ def test_copies_may_repeat_the_work(mesh_shape: tuple[int, ...], placements: tup
     assert any(sent for _, sent in results) == (world_size > 1)
 
 
+def _copies_along_different_axes() -> list[int]:
+    mesh = init_device_mesh("cpu", (2, 2))
+    placements = ((COPY, ROWS), (ROWS, COPY), (ROWS, ROWS))
+    tensors = whole_tensors(SHAPES, 0)
+    parameters = [sharded(tensor, mesh, placements[index % 3]) for index, tensor in enumerate(tensors)]
+    optimizer = DualOptimizer(_groups(parameters), copies="repeat")
+    for step in range(NUM_STEPS):
+        for parameter, gradient in zip(parameters, whole_tensors(SHAPES, 100 + step), strict=True):
+            set_gradient(parameter, gradient)
+        optimizer.step()
+    for name, parameter, expected in zip(NAMES, parameters, _expected("omn"), strict=True):
+        assert is_shard_of(parameter.detach(), expected), name
+    return [plan.world_size for plan in optimizer.plans]
+
+
+def test_copies_along_different_axes_may_repeat_the_work() -> None:
+    """Each rank is in two pairs, with another rank each: neither pair may wait for the other."""
+    assert run_ranks(4, _copies_along_different_axes) == [[4, 2, 2]] * 4
+
+
 def _cheaper_copies(size: int) -> int:
     mesh = init_device_mesh("cpu", (2, 2))
     parameters = [sharded(tensor, mesh, (COPY, ROWS)) for tensor in whole_tensors([(size, size)] * 4, 0)]

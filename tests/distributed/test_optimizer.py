@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from omn_dist import DualOptimizer, build_parameter_groups
+from omn_dist.presets import PRESETS
 
 # --- a plain optimizer ---------------------------------------------------------------------------------------------------
 
@@ -213,6 +214,20 @@ def test_zero_gradients_stay_finite_and_unmoved() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*rounds away")
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_matrices_without_elements_are_taken(preset: str, deterministic: bool) -> None:
+    def stepped(*shapes: tuple[int, int]) -> Tensor:
+        parameters = [nn.Parameter(torch.ones(shape)) for shape in ((4, 5), *shapes)]
+        optimizer = DualOptimizer([{"params": parameters, "algorithm": "muon"}], preset=preset, deterministic=deterministic)
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 0.5)
+        optimizer.step()
+        return parameters[0].detach()
+
+    assert torch.equal(stepped((0, 5), (0, 0)), stepped())
+
+
 def test_half_precision_weights_lose_small_steps_unless_there_is_a_master() -> None:
     with pytest.warns(UserWarning, match="3 parameters on muon such as a are torch.bfloat16"):
         rounded = small_optimizer(dtype=torch.bfloat16, lr=1e-6, weight_decay=1e-3)
@@ -330,6 +345,21 @@ def _all_absent_on_one_rank() -> bool:
 
 def test_a_rank_without_any_gradient_neither_hangs_nor_raises() -> None:
     assert run_ranks(2, _all_absent_on_one_rank) == [True, True]
+
+
+def _others_have_groups(mesh_first: bool) -> None:
+    mesh = init_device_mesh("cpu", (3,)) if mesh_first else None
+    # As for a log or a checkpoint of some ranks: rank 2 takes part in neither.
+    dist.new_group([0, 1])
+    dist.new_group([0])
+    optimizer = small_optimizer(mesh or init_device_mesh("cpu", (3,)))
+    fill_gradients(optimizer, 1)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("mesh_first", [False, True])
+def test_ranks_may_be_in_different_numbers_of_groups(mesh_first: bool) -> None:
+    run_ranks(3, _others_have_groups, mesh_first)
 
 
 def _placements() -> None:
