@@ -214,7 +214,7 @@ class DualOptimizer(torch.optim.Optimizer):
     @override
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One update of every parameter that has a gradient; gradients are not changed.
+        """One update of every parameter that has a gradient; gradients are not changed. Autocast does not reach it.
 
         Collective over the parameters' mesh. No host synchronisation on CUDA while all gradients are there. Returns what
         ``closure`` returns.
@@ -228,6 +228,12 @@ class DualOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        device = next((parameter.device for group in self.param_groups for parameter in group["params"]), torch.device("cpu"))
+        with torch.autocast(device.type, enabled=False):
+            self._step()
+        return loss
+
+    def _step(self) -> None:
         domains = self._built()
         gradients = {
             parameter: checked_gradient(name, parameter)
@@ -259,7 +265,6 @@ class DualOptimizer(torch.optim.Optimizer):
                 f"step: found no gradient on any of {len(gradients)} parameters, expected a backward before it; if there was one, "
                 "the optimizer was built before fully_shard replaced the parameters: build it afterwards"
             )
-        return loss
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

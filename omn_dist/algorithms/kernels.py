@@ -8,7 +8,8 @@ zero is that of torch's vector loops; their scalar tails differ from them in it,
 import ctypes
 import importlib.util
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -178,6 +179,19 @@ def library() -> ctypes.CDLL:
     return kernels
 
 
+@contextmanager
+def torch_as_it_starts() -> Iterator[None]:
+    """Torch's own defaults for the device and dtype of new tensors, whatever has been set: for trials, which make some."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+@torch_as_it_starts()
 def _agree_with_torch() -> bool:
     """Every kernel against the operations that it stands in for, on some thousand numbers of many magnitudes and an odd count."""
     generator = torch.Generator().manual_seed(0)
@@ -211,6 +225,7 @@ def _updates_agree(parameter: Tensor, update: Tensor) -> bool:
     return True
 
 
+@torch_as_it_starts()
 def _adamw_agrees(root: int) -> bool:
     """Of second moments the whole range, zero and denormal numbers with it."""
     second_moment = torch.arange(0, 0x7F800000, 0x1FFF3, dtype=torch.int32).view(torch.float32)

@@ -183,7 +183,8 @@ def orthogonalize(direction: Tensor, recipe: RecipeName | Recipe = "omn") -> Ten
     dtype = direction.dtype if recipe.restore_dtype else recipe.dtype
     out = torch.empty(direction.shape, dtype=dtype, device=direction.device)
     if direction.numel():
-        orthogonalize_into(out, direction, recipe, Scratch())
+        with torch.autocast(direction.device.type, enabled=False):
+            orthogonalize_into(out, direction, recipe, Scratch())
     return out
 
 

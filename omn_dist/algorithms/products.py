@@ -85,6 +85,7 @@ def _give_back() -> None:
         trim(0)
 
 
+@kernels.torch_as_it_starts()
 def _tried(short: int, long: int, transposed: bool) -> Chunks | None:
     """Those with which the kernel has torch's bits, found one product after the other."""
     generator = torch.Generator().manual_seed(0)

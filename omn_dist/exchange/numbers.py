@@ -11,7 +11,7 @@ from omn_dist.exchange.route import Part, Way
 from omn_dist.plan.layout import Segment
 from omn_dist.plan.matrix import Matrix
 
-NOTHING = torch.empty(0, 0)
+NOTHING = torch.empty(0, 0, dtype=torch.float32)
 """The row numbers of all matrices that have none."""
 
 

@@ -178,12 +178,13 @@ class Pipeline:
         self.device, self._dtype = device, dtype
         most = max((route.num_stack_elements for route in routes), default=0)
         self._stack = torch.zeros(most, device=device, dtype=dtype)
-        self._numbers = torch.zeros(max((num_stack_numbers(self._owned(route)) for route in routes), default=0), device=device)
+        most_numbers = max((num_stack_numbers(self._owned(route)) for route in routes), default=0)
+        self._numbers = torch.zeros(most_numbers, device=device, dtype=torch.float32)
         self._scatter_slot = self._slot([route.scatter for route in routes])
         self._gather_slots = [self._slot([route.gather for route in routes])]
         self._waves = self._made_waves(routes, self._gather_slots * len(routes))
         self._early: dict[int, Pending] | None = None
-        self._one, self._zero = torch.ones((), device=device), torch.zeros((), device=device)
+        self._one, self._zero = (torch.tensor(flag, device=device, dtype=torch.float32) for flag in (1.0, 0.0))
 
     def _routes(self) -> list[WaveRoute]:
         return [wave_route(self.plan, self._rank, wave) for wave in self.plan.waves]

@@ -30,7 +30,7 @@ def accumulate_window(
     first = window * config.batch.global_batch + start
     micro_batch = config.batch.sequences_per_pass(ranks.world_size)
     num_passes = count // micro_batch
-    total = torch.zeros((), device=ranks.device)
+    total = torch.zeros((), device=ranks.device, dtype=torch.float32)
     root = _fsdp(model)
     for position in range(num_passes):
         last = position == num_passes - 1

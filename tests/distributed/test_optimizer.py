@@ -2,13 +2,15 @@
 
 import copy
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from references import whole, whole_tensors
+from references import set_gradient, sharded, whole, whole_tensors
 from small_optimizer import SHAPES, assert_same, fill_gradients, parameters_of, small_optimizer, snapshot
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -345,6 +347,51 @@ def _all_absent_on_one_rank() -> bool:
 
 def test_a_rank_without_any_gradient_neither_hangs_nor_raises() -> None:
     assert run_ranks(2, _all_absent_on_one_rank) == [True, True]
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    yield
+    torch.set_default_dtype(before)
+
+
+SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "nothing": nullcontext,
+    "default dtype bfloat16": lambda: _default_dtype(torch.bfloat16),
+    "default dtype float64": lambda: _default_dtype(torch.float64),
+    "default device meta": lambda: torch.device("meta"),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "inference mode": torch.inference_mode,
+}
+
+
+def _steps_under(setting: str) -> dict[str, Tensor]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    # 144 x 160 is large enough for every kernel, which are tried in the first step.
+    weights = whole_tensors(((144, 160), (9, 5), (6, 8)), 0)
+    found = {}
+    for preset, fields in (("omn", {"form": "gram"}), ("torch", {"spectral_cap": 0.5}), ("normuon", {}), ("muonclip", {})):
+        parameters = [sharded(weight, mesh) for weight in weights]
+        groups = [{"params": parameters[:2], "algorithm": "muon", **fields}, {"params": parameters[2:], "algorithm": "adamw"}]
+        with nullcontext() if setting == "inference mode" else SETTINGS[setting]():
+            optimizer = DualOptimizer(groups, preset=preset)
+        for step in range(3):
+            for parameter, gradient in zip(parameters, whole_tensors([weight.shape for weight in weights], 1 + step), strict=True):
+                set_gradient(parameter, gradient)
+            if dist.get_rank() == step:
+                parameters[0].grad = None
+            with SETTINGS[setting]():
+                optimizer.step()
+        found |= {f"{preset}.{name}": tensor for name, tensor in snapshot(optimizer).items()}
+    return found
+
+
+@pytest.mark.parametrize("setting", list(SETTINGS)[1:])
+def test_what_a_program_has_set_changes_no_bit(setting: str) -> None:
+    (expected, _), (found, _) = (run_ranks(2, _steps_under, chosen) for chosen in ("nothing", setting))
+    assert_same(expected, found)
 
 
 def _others_have_groups(mesh_first: bool) -> None:
