@@ -9,6 +9,7 @@ from typing import Any, Literal, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from typing_extensions import override
 
 from omn_dist._domains import Domain, SharedGroups, Teams, build_domains
@@ -214,10 +215,10 @@ class DualOptimizer(torch.optim.Optimizer):
     @override
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One update of every parameter that has a gradient; gradients are not changed. Autocast does not reach it.
+        """One update of every parameter that has a gradient; gradients are not changed.
 
-        Collective over the parameters' mesh. No host synchronisation on CUDA while all gradients are there. Returns what
-        ``closure`` returns.
+        Collective over the parameters' mesh. No host synchronisation on CUDA while all gradients are there. Neither autocast nor
+        torch.compile reaches it. Returns what ``closure`` returns.
 
         Raises:
             RuntimeError: no parameter has a gradient on any rank (backward did not run, or the optimizer was built before
@@ -233,6 +234,8 @@ class DualOptimizer(torch.optim.Optimizer):
             self._step()
         return loss
 
+    # Not torch.compiler.disable, which imports the compiler: half a second for everybody.
+    @_disable_dynamo
     def _step(self) -> None:
         domains = self._built()
         gradients = {

@@ -394,6 +394,24 @@ def test_what_a_program_has_set_changes_no_bit(setting: str) -> None:
     assert_same(expected, found)
 
 
+def _compiled() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    found = []
+    for compiled in (False, True):
+        optimizer = small_optimizer(mesh)
+        step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+        for seed in range(3):
+            fill_gradients(optimizer, seed)
+            step()
+        found.append(snapshot(optimizer))
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_may_be_called_from_compiled_code(world_size: int) -> None:
+    run_ranks(world_size, _compiled)
+
+
 def _others_have_groups(mesh_first: bool) -> None:
     mesh = init_device_mesh("cpu", (3,)) if mesh_first else None
     # As for a log or a checkpoint of some ranks: rank 2 takes part in neither.
