@@ -54,7 +54,8 @@ def checked_gradient(name: str, parameter: Tensor) -> Tensor | None:
             f"parameter {name}: found a gradient of local shape {tuple(local.shape)}, expected "
             f"{tuple(local_tensor(parameter).shape)}"
         )
-    return local
+    # The step sees more dims than two as rows of a matrix.
+    return local if local.ndim <= 2 else local.contiguous()
 
 
 @dataclass

@@ -22,7 +22,7 @@ from omn_dist._rows import Rows, RowsStep, build_rows
 from omn_dist._step import AdamWStep, checked_gradient
 from omn_dist.algorithms.row_numbers import MATRIX_ALGORITHMS
 from omn_dist.plan.ownership import Plan
-from omn_dist.plan.placement import Copies
+from omn_dist.plan.placement import Copies, as_matrix, local_tensor
 from omn_dist.plan.traffic import Transport
 from omn_dist.plan.views import View
 from omn_dist.presets import Preset, check_group, resolve_preset
@@ -397,6 +397,14 @@ class DualOptimizer(torch.optim.Optimizer):
             return
         if (view := View.from_group(group)) is not None:
             view.check(name, parameter.shape)
+            local = local_tensor(parameter.detach())
+            try:
+                as_matrix(local)
+            except RuntimeError:
+                raise ValueError(
+                    f"parameter {name}: found a local shape {tuple(local.shape)} with strides {local.stride()}, expected leading "
+                    "dims that are the rows of one matrix in memory; make it contiguous before the optimizer is built"
+                ) from None
         elif parameter.ndim != 2:
             raise ValueError(
                 f"parameter {name}: found shape {tuple(parameter.shape)} in a group on {group['algorithm']}, expected a matrix; "

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from ranks import run_ranks
-from references import local_of, sharded
+from references import local_of
 from small_optimizer import snapshot
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -63,7 +63,7 @@ def _fields(random: Random, algorithm: str) -> dict[str, Any]:
     return fields
 
 
-def _view(random: Random) -> tuple[dict[str, Any], tuple[int, int]]:
+def _view(random: Random) -> tuple[dict[str, Any], tuple[int, ...]]:
     """Fields of a view, and the shape that a parameter with it is stored in."""
     count, num_rows, num_columns = random.randint(1, 4), random.randint(2, 9), random.randint(1, 12)
     fields: dict[str, Any] = {"muon_shape": (count, num_rows, num_columns), "muon_transposed": random.random() < 0.3}
@@ -73,8 +73,9 @@ def _view(random: Random) -> tuple[dict[str, Any], tuple[int, int]]:
         fields["muon_split_algorithms"] = random.choice((("muon", "adamw"), ("adamw", "muon"), ("muon", "muon")))
     if random.random() < 0.3:
         fields["muon_joined_axes"] = (0,)
-    stored = count * num_rows, num_columns
-    return fields, stored[::-1] if fields["muon_transposed"] else stored
+    if fields["muon_transposed"]:
+        return fields, (num_columns, count * num_rows)
+    return fields, random.choice(((count * num_rows, num_columns), (count, num_rows, num_columns)))
 
 
 def _model(random: Random) -> tuple[Model, dict[str, Any]]:
@@ -88,7 +89,7 @@ def _model(random: Random) -> tuple[Model, dict[str, Any]]:
         tensors = []
         for _ in range(random.randint(1, 4)):
             shape = stored or tuple(_size(random) for _ in range(random.choice(num_dims)))
-            dtype = random.choice((torch.float32, torch.float32, torch.bfloat16, torch.float16))
+            dtype = random.choice((*(torch.float32,) * 4, torch.bfloat16, torch.float16, torch.float64))
             tensors.append(_gaussian(random, shape, dtype))
         names = [f"{random.choice('abc')}.{number}.{index}" for index in range(len(tensors))]
         groups.append({"params": tensors, "param_names": names, "algorithm": algorithm, **fields, **view})
@@ -107,18 +108,38 @@ def _gaussian(random: Random, shape: Sequence[int], dtype: torch.dtype) -> Tenso
     return torch.randn(shape, generator=torch.Generator().manual_seed(random.randrange(2**31))).to(dtype)
 
 
+def _elsewhere(random: Random, tensor: Tensor) -> Tensor:
+    """The same numbers in other places of memory: side by side, column by column, or with gaps between rows."""
+    way = random.randrange(3)
+    if way == 0 or tensor.ndim < 2 or tensor.numel() == 0:
+        return tensor
+    if way == 1:
+        return tensor.mT.contiguous().mT
+    return torch.zeros(*tensor.shape[:-1], tensor.size(-1) + 3, dtype=tensor.dtype)[..., 1:-2].copy_(tensor)
+
+
 def _placements(random: Random, tensor: Tensor, mesh: DeviceMesh) -> tuple[Placement, ...]:
     """Rows on most axes of the mesh, else columns or copies."""
     dims = [Shard(min(dim, tensor.ndim - 1)) if tensor.ndim else Replicate() for dim in (0, 0, 0, 1)]
     return tuple(random.choice((*dims, Replicate())) for _ in range(mesh.ndim))
 
 
-def _backward(parameter: nn.Parameter, gradient: Tensor) -> None:
+def _parameter(random: Random, tensor: Tensor, mesh: DeviceMesh | None) -> nn.Parameter:
+    placements = () if mesh is None else _placements(random, tensor, mesh)
+    local = tensor if mesh is None else local_of(tensor, mesh, placements)
+    # More dims have to be the rows of one matrix.
+    local = _elsewhere(random, local) if tensor.ndim == 2 else local
+    if mesh is None:
+        return nn.Parameter(local)
+    return nn.Parameter(DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()))
+
+
+def _backward(random: Random, parameter: nn.Parameter, gradient: Tensor) -> None:
     if isinstance(parameter, DTensor):
         part = local_of(gradient, parameter.device_mesh, parameter.placements)
-        torch.autograd.backward([parameter.to_local()], [part])
+        torch.autograd.backward([parameter.to_local()], [_elsewhere(random, part)])
     else:
-        torch.autograd.backward([parameter.view_as(parameter)], [gradient.clone()])
+        torch.autograd.backward([parameter.view_as(parameter)], [_elsewhere(random, gradient)])
 
 
 def _train(seed: int, mesh: DeviceMesh | None, ways: Ways) -> dict[str, Tensor]:
@@ -126,9 +147,7 @@ def _train(seed: int, mesh: DeviceMesh | None, ways: Ways) -> dict[str, Tensor]:
     random, at_random = Random(seed), Random(seed + 1)
     groups, options = _model(random)
     for group in groups:
-        group["params"] = [
-            sharded(tensor, mesh, () if mesh is None else _placements(at_random, tensor, mesh)) for tensor in group["params"]
-        ]
+        group["params"] = [_parameter(at_random, tensor, mesh) for tensor in group["params"]]
     parameters = [parameter for group in groups for parameter in group["params"]]
     with _rectangles_together(ways.together):
         optimizer = DualOptimizer(groups, **options)
@@ -145,7 +164,7 @@ def _train(seed: int, mesh: DeviceMesh | None, ways: Ways) -> dict[str, Tensor]:
             with optimizer.overlap_backward() if early else nullcontext():
                 for parameter, gradient in gradients.items():
                     if parameter not in missing:
-                        _backward(parameter, gradient)
+                        _backward(at_random, parameter, gradient)
             for group in optimizer.param_groups:
                 group["lr"] *= 0.9
             optimizer.step()

@@ -32,6 +32,11 @@ def _matrix() -> nn.Parameter:
         ([{"params": [_matrix()], "algorithm": "muon"}], {"owners": {"x": 0}}, "'x' is in one of owners and matrices only"),
         ([{"params": [nn.Parameter(torch.ones(4))], "algorithm": "muon"}], {}, "expected a matrix"),
         ([{"params": [nn.Parameter(torch.ones(2, 2, device="meta"))], "algorithm": "muon"}], {}, "meta device"),
+        (
+            [{"params": [nn.Parameter(torch.ones(2, 4, 3).mT)], "algorithm": "muon", "muon_shape": (2, 3, 4)}],
+            {},
+            "strides (12, 1, 3), expected leading dims",
+        ),
     ],
 )
 def test_mistakes_are_one_clear_line(groups: list[dict[str, Any]], options: dict[str, Any], message: str) -> None:
