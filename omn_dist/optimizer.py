@@ -263,7 +263,9 @@ class DualOptimizer(torch.optim.Optimizer):
             run_local()
         for number, (domain, step) in enumerate(zip(domains, steps, strict=True)):
             domain.pipeline.run(step, run_local if number == 0 else lambda: None)
-        if all(gradient is None for gradient in gradients.values()) and not any(step.saw_gradient() for step in steps):
+        has_none = all(gradient is None for gradient in gradients.values())
+        # A rank that holds no element hears of nobody's gradients.
+        if has_none and any(local_tensor(held).numel() for held in gradients) and not any(step.saw_gradient() for step in steps):
             raise RuntimeError(
                 f"step: found no gradient on any of {len(gradients)} parameters, expected a backward before it; if there was one, "
                 "the optimizer was built before fully_shard replaced the parameters: build it afterwards"

@@ -427,6 +427,20 @@ def test_ranks_may_be_in_different_numbers_of_groups(mesh_first: bool) -> None:
     run_ranks(3, _others_have_groups, mesh_first)
 
 
+def _only_an_empty_shard() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    parameter = sharded(torch.ones(1, 6), mesh)
+    optimizer = DualOptimizer([{"params": [parameter], "algorithm": "muon"}])
+    if dist.get_rank() == 0:
+        set_gradient(parameter, torch.ones(1, 6))
+    optimizer.step()
+    assert bool((whole(parameter) < 1).all())
+
+
+def test_a_rank_with_nothing_but_an_empty_shard_needs_no_gradient() -> None:
+    run_ranks(2, _only_an_empty_shard)
+
+
 def _placements() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     optimizer = small_optimizer(mesh)
