@@ -71,9 +71,10 @@ class RowsStep:
             return
         stored, master = rows.parameter.detach(), state.get("master")
         stepped = stored if master is None else master
-        sources = [as_matrix(local_tensor(tensor)) for tensor in (stepped, gradient, state["exp_avg"], state["exp_avg_sq"])]
+        written = [as_matrix(local_tensor(tensor)) for tensor in (stepped, state["exp_avg"], state["exp_avg_sq"])]
+        sources = (*written, as_matrix(gradient, read_only=True))
         # Rectangles are strided and may be many, and torch's kernels want dense tensors: one dense copy of all of them.
-        parameter, dense_gradient, first_moment, second_moment = (_gathered(source, rows.segments) for source in sources)
+        parameter, first_moment, second_moment, dense_gradient = (_gathered(source, rows.segments) for source in sources)
         adamw_update(
             [parameter],
             [dense_gradient.to(parameter.dtype)],
@@ -86,8 +87,8 @@ class RowsStep:
             weight_decay=group["adamw_weight_decay"],
             deterministic=True,
         )
-        for dense, index in ((parameter, 0), (first_moment, 2), (second_moment, 3)):
-            _scatter(dense, sources[index], rows.segments)
+        for dense, target in zip((parameter, first_moment, second_moment), written, strict=True):
+            _scatter(dense, target, rows.segments)
         if master is not None:
             _scatter(parameter, as_matrix(local_tensor(stored)), rows.segments)
 

@@ -54,8 +54,7 @@ def checked_gradient(name: str, parameter: Tensor) -> Tensor | None:
             f"parameter {name}: found a gradient of local shape {tuple(local.shape)}, expected "
             f"{tuple(local_tensor(parameter).shape)}"
         )
-    # The step sees more dims than two as rows of a matrix.
-    return local if local.ndim <= 2 else local.contiguous()
+    return local
 
 
 @dataclass
@@ -115,7 +114,7 @@ class MatrixStep:
             local if master is None else as_matrix(local_tensor(master)),
             None if master is None else local,
             as_matrix(local_tensor(state["momentum_buffer"])),
-            None if gradient is None else as_matrix(gradient),
+            None if gradient is None else as_matrix(gradient, read_only=True),
             self._settings[id(group)],
             RowMoment.of_state(parameter, state, group),
         )

@@ -234,7 +234,7 @@ class DualOptimizer(torch.optim.Optimizer):
             self._step()
         return loss
 
-    # Not torch.compiler.disable, which imports the compiler: half a second for everybody.
+    # Not torch.compiler.disable, which imports the compiler at once: half a second of every command.
     @_disable_dynamo
     def _step(self) -> None:
         domains = self._built()

@@ -287,7 +287,7 @@ class Pipeline:
 
         After :meth:`begin_early` on all ranks, waves go from the last to the first, like gradients in backward, and all gathers
         are in flight at once. ``local_work`` is called once, beside a transfer that no wave's work hides: the first gather, or
-        where gathers left early the last scatter. So is what is left of the momentum then.
+        where gathers left early the last scatter. What is left of the momentum then is brought up to date there too.
         """
         early, self._early = self._early, None
         order = list(range(len(self._waves))) if early is None else self._early_order()

@@ -106,8 +106,13 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def as_matrix(local: Tensor) -> Tensor:
-    """A local tensor with its leading dims flattened into rows; shares memory."""
+def as_matrix(local: Tensor, *, read_only: bool = False) -> Tensor:
+    """A local tensor with its leading dims flattened into rows; shares memory.
+
+    Raises ``RuntimeError`` where they are not rows of one matrix in memory; what is only read is copied there.
+    """
     if local.ndim == 2:
         return local
+    if read_only:
+        local = local.contiguous()
     return local.view(-1, local.shape[-1]) if local.numel() else torch.empty_like(local)
