@@ -230,6 +230,20 @@ def test_matrices_without_elements_are_taken(preset: str, deterministic: bool) -
     assert torch.equal(stepped((0, 5), (0, 0)), stepped())
 
 
+@pytest.mark.parametrize("fields", [{}, {"muon_split_sizes": (2, 1), "muon_split_algorithms": ("muon", "adamw")}])
+def test_gradients_of_stacks_may_lie_anywhere_in_memory(fields: dict[str, Any]) -> None:
+    (gradient,) = whole_tensors(((2, 3, 4),), 0)
+
+    def stepped(gradient: Tensor) -> Tensor:
+        parameter = nn.Parameter(torch.ones(2, 3, 4))
+        optimizer = DualOptimizer([{"params": [parameter], "algorithm": "muon", "muon_shape": (2, 3, 4), **fields}])
+        parameter.grad = gradient
+        optimizer.step()
+        return parameter.detach()
+
+    assert torch.equal(stepped(gradient.mT.contiguous().mT), stepped(gradient))
+
+
 def test_half_precision_weights_lose_small_steps_unless_there_is_a_master() -> None:
     with pytest.warns(UserWarning, match="3 parameters on muon such as a are torch.bfloat16"):
         rounded = small_optimizer(dtype=torch.bfloat16, lr=1e-6, weight_decay=1e-3)
