@@ -117,15 +117,20 @@ def _check(optimizer: DualOptimizer, parameters: Sequence[nn.Parameter], preset:
     (plan,) = optimizer.plans
     rank = dist.get_rank() if rank is None else rank
     with mock.patch.object(DTensor, "full_tensor", side_effect=AssertionError("full_tensor was called")):
-        for step in range(NUM_STEPS):
-            for parameter, gradient in zip(parameters, whole_tensors(SHAPES, 100 + step), strict=True):
-                set_gradient(parameter, gradient)
-            optimizer.step()
+        _check_weights(optimizer, parameters, preset)
+    assert optimizer.bytes_sent == NUM_STEPS * int(plan.bytes_sent_by_rank[rank])
+    assert optimizer.num_collectives == NUM_STEPS * plan.num_collectives
+
+
+def _check_weights(optimizer: DualOptimizer, parameters: Sequence[nn.Parameter], preset: str) -> None:
+    """Steps with whole gradients; weights bitwise the reference."""
+    for step in range(NUM_STEPS):
+        for parameter, gradient in zip(parameters, whole_tensors(SHAPES, 100 + step), strict=True):
+            set_gradient(parameter, gradient)
+        optimizer.step()
     grouped = {name for group in optimizer.param_groups for name in group["param_names"]}
     for name, parameter, expected in zip(NAMES, parameters, _expected(preset), strict=True):
         assert name not in grouped or is_shard_of(parameter.detach(), expected), name
-    assert optimizer.bytes_sent == NUM_STEPS * int(plan.bytes_sent_by_rank[rank])
-    assert optimizer.num_collectives == NUM_STEPS * plan.num_collectives
 
 
 PRESETS = ("omn", "torch", "normuon")
@@ -198,12 +203,7 @@ def _copies_along_different_axes() -> list[int]:
     tensors = whole_tensors(SHAPES, 0)
     parameters = [sharded(tensor, mesh, placements[index % 3]) for index, tensor in enumerate(tensors)]
     optimizer = DualOptimizer(_groups(parameters), copies="repeat")
-    for step in range(NUM_STEPS):
-        for parameter, gradient in zip(parameters, whole_tensors(SHAPES, 100 + step), strict=True):
-            set_gradient(parameter, gradient)
-        optimizer.step()
-    for name, parameter, expected in zip(NAMES, parameters, _expected("omn"), strict=True):
-        assert is_shard_of(parameter.detach(), expected), name
+    _check_weights(optimizer, parameters, "omn")
     return [plan.world_size for plan in optimizer.plans]
 
 
@@ -248,12 +248,7 @@ def _several_meshes() -> None:
         optimizer = DualOptimizer(_groups(parameters))
     # All four ranks, this rank's pair of the inner axis, and this process alone.
     assert [plan.world_size for plan in optimizer.plans] == [4, 2, 1]
-    for step in range(NUM_STEPS):
-        for parameter, gradient in zip(parameters, whole_tensors(SHAPES, 100 + step), strict=True):
-            set_gradient(parameter, gradient)
-        optimizer.step()
-    for name, parameter, expected in zip(NAMES, parameters, _expected("omn"), strict=True):
-        assert is_shard_of(parameter.detach(), expected), name
+    _check_weights(optimizer, parameters, "omn")
 
 
 def test_several_meshes_and_plain_tensors_in_one_model() -> None:

@@ -2,8 +2,6 @@
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -215,7 +213,6 @@ def test_zero_gradients_stay_finite_and_unmoved() -> None:
     assert_same({name: before[name] for name in "abcde"}, {name: after[name] for name in "abcde"})
 
 
-@pytest.mark.filterwarnings("ignore:.*rounds away")
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_matrices_without_elements_are_taken(preset: str, deterministic: bool) -> None:
@@ -244,6 +241,7 @@ def test_gradients_of_stacks_may_lie_anywhere_in_memory(fields: dict[str, Any]) 
     assert torch.equal(stepped(gradient.mT.contiguous().mT), stepped(gradient))
 
 
+@pytest.mark.filterwarnings("ignore:.*rounds away")
 def test_half_precision_weights_lose_small_steps_unless_there_is_a_master() -> None:
     with pytest.warns(UserWarning, match="3 parameters on muon such as a are torch.bfloat16"):
         rounded = small_optimizer(dtype=torch.bfloat16, lr=1e-6, weight_decay=1e-3)
@@ -361,84 +359,6 @@ def _all_absent_on_one_rank() -> bool:
 
 def test_a_rank_without_any_gradient_neither_hangs_nor_raises() -> None:
     assert run_ranks(2, _all_absent_on_one_rank) == [True, True]
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    yield
-    torch.set_default_dtype(before)
-
-
-SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "nothing": nullcontext,
-    "default dtype bfloat16": lambda: _default_dtype(torch.bfloat16),
-    "default dtype float64": lambda: _default_dtype(torch.float64),
-    "default device meta": lambda: torch.device("meta"),
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "inference mode": torch.inference_mode,
-}
-
-
-def _steps_under(setting: str) -> dict[str, Tensor]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    # 144 x 160 is large enough for every kernel, which are tried in the first step.
-    weights = whole_tensors(((144, 160), (9, 5), (6, 8)), 0)
-    found = {}
-    for preset, fields in (("omn", {"form": "gram"}), ("torch", {"spectral_cap": 0.5}), ("normuon", {}), ("muonclip", {})):
-        parameters = [sharded(weight, mesh) for weight in weights]
-        groups = [{"params": parameters[:2], "algorithm": "muon", **fields}, {"params": parameters[2:], "algorithm": "adamw"}]
-        with nullcontext() if setting == "inference mode" else SETTINGS[setting]():
-            optimizer = DualOptimizer(groups, preset=preset)
-        for step in range(3):
-            for parameter, gradient in zip(parameters, whole_tensors([weight.shape for weight in weights], 1 + step), strict=True):
-                set_gradient(parameter, gradient)
-            if dist.get_rank() == step:
-                parameters[0].grad = None
-            with SETTINGS[setting]():
-                optimizer.step()
-        found |= {f"{preset}.{name}": tensor for name, tensor in snapshot(optimizer).items()}
-    return found
-
-
-@pytest.mark.parametrize("setting", list(SETTINGS)[1:])
-def test_what_a_program_has_set_changes_no_bit(setting: str) -> None:
-    (expected, _), (found, _) = (run_ranks(2, _steps_under, chosen) for chosen in ("nothing", setting))
-    assert_same(expected, found)
-
-
-def _compiled() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    found = []
-    for compiled in (False, True):
-        optimizer = small_optimizer(mesh)
-        step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
-        for seed in range(3):
-            fill_gradients(optimizer, seed)
-            step()
-        found.append(snapshot(optimizer))
-    assert_same(*found)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_step_may_be_called_from_compiled_code(world_size: int) -> None:
-    run_ranks(world_size, _compiled)
-
-
-def _others_have_groups(mesh_first: bool) -> None:
-    mesh = init_device_mesh("cpu", (3,)) if mesh_first else None
-    # As for a log or a checkpoint of some ranks: rank 2 takes part in neither.
-    dist.new_group([0, 1])
-    dist.new_group([0])
-    optimizer = small_optimizer(mesh or init_device_mesh("cpu", (3,)))
-    fill_gradients(optimizer, 1)
-    optimizer.step()
-
-
-@pytest.mark.parametrize("mesh_first", [False, True])
-def test_ranks_may_be_in_different_numbers_of_groups(mesh_first: bool) -> None:
-    run_ranks(3, _others_have_groups, mesh_first)
 
 
 def _only_an_empty_shard() -> None:

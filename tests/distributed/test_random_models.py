@@ -144,7 +144,7 @@ def _backward(random: Random, parameter: nn.Parameter, gradient: Tensor) -> None
 
 def _train(seed: int, mesh: DeviceMesh | None, ways: Ways) -> dict[str, Tensor]:
     """Whole weights and state at the end."""
-    random, at_random = Random(seed), Random(seed + 1)
+    random, at_random = Random(f"model {seed}"), Random(f"layout {seed}")
     groups, options = _model(random)
     for group in groups:
         group["params"] = [_parameter(at_random, tensor, mesh) for tensor in group["params"]]
@@ -194,7 +194,7 @@ def _compare(seeds: Sequence[int], mesh_shape: tuple[int, ...]) -> int:
     mesh = init_device_mesh("cpu", mesh_shape)
     num_compared = 0
     for seed in seeds:
-        random = Random(-seed)
+        random = Random(f"ways {seed}")
         ways = Ways(*(random.random() < 0.5 for _ in Ways._fields))
         expected, found = _result(seed, None, Ways(False, False, False)), _result(seed, mesh, ways)
         if isinstance(found, str):
