@@ -35,7 +35,7 @@ class Floor:
     def __init__(self, preset: str, matrices: Mapping[str, tuple[int, int]] = MATRICES) -> None:
         world_size, rank = dist.get_world_size(), dist.get_rank()
         dtype = torch.bfloat16 if preset == "torch" else torch.float32
-        plan = plan_ownership(matrices, world_size, wire_itemsize=dtype.itemsize)
+        plan = plan_ownership(matrices, world_size, communication_itemsize=dtype.itemsize)
         owned = Counter(
             tuple(sorted((matrix.num_rows, matrix.num_columns)))
             for matrix, owner in zip(plan.matrices, plan.owners, strict=True)

@@ -27,10 +27,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from omn_dist import DualOptimizer, build_parameter_groups
-from omn_dist.plan.devices import DEVICES, Device
-from omn_dist.plan.ownership import Plan
-from omn_dist.plan.simulation import simulate
-from omn_dist.plan.strategies import STRATEGIES
+from omn_dist.plan.assign.strategies import STRATEGIES
+from omn_dist.plan.plan import Plan
+from omn_dist.plan.predict.devices import DEVICES, Device
+from omn_dist.plan.predict.simulation import simulate
 from omn_dist.studies.calibration import calibrate, save_calibration
 from omn_dist.studies.charts import charts
 from omn_dist.studies.models import MODELS, load_model
@@ -104,7 +104,7 @@ class Blocks(nn.Module):
         )
 
 
-def measure_ranks(rank: int, world_size: int, store: str, out: str, num_steps: int) -> None:
+def measure_ranks(rank: int, world_size: int, store: str, out: str, ns_steps: int) -> None:
     """One gloo rank: calibrate, step, calibrate, predict."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
@@ -128,7 +128,7 @@ def measure_ranks(rank: int, world_size: int, store: str, out: str, num_steps: i
             optimizer.step()
         # A calibration before and after every step: the machine may be busy with other things, and not always alike.
         measured, predictions = [], [predict()]
-        for _ in range(num_steps):
+        for _ in range(ns_steps):
             dist.barrier()
             start = time.perf_counter()
             optimizer.step()
@@ -156,13 +156,13 @@ def measure_ranks(rank: int, world_size: int, store: str, out: str, num_steps: i
     dist.destroy_process_group()
 
 
-def run_measure(ranks: list[int], num_steps: int, out: Path | None) -> None:
+def run_measure(ranks: list[int], ns_steps: int, out: Path | None) -> None:
     """Measured beside predicted, for each number of ranks."""
     results: list[dict[str, Any]] = []
     print("| model | ranks | measured ms | predicted ms | error, median over steps (quartiles) |\n|---|---|---|---|---|")
     for world_size in ranks:
         with tempfile.TemporaryDirectory() as folder:
-            arguments = (world_size, f"{folder}/store", f"{folder}/result", num_steps)
+            arguments = (world_size, f"{folder}/store", f"{folder}/result", ns_steps)
             multiprocessing.spawn(measure_ranks, args=arguments, nprocs=world_size)  # type: ignore[no-untyped-call]
             found = json.loads(Path(f"{folder}/result").read_text())
         results += found

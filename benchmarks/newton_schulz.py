@@ -65,7 +65,7 @@ def measure(
                 "of_standard": middle,
                 "of_standard_low": low,
                 "of_standard_high": high,
-                "flops": FORMS[form][1](short, long, schedule.num_steps) / standard_flops(short, long, schedule.num_steps),
+                "flops": FORMS[form][1](short, long, schedule.ns_steps) / standard_flops(short, long, schedule.ns_steps),
                 "error": f"{errors[form, dtype, batched]:.1e}",
             }
         )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from omn_dist import DualOptimizer
-from omn_dist.qk_clip import QKClip
+from omn_dist.optim.qk_clip import QKClip
 
 WIDTH, NUM_HEADS, VOCABULARY, LENGTH = 64, 4, 32, 48
 

@@ -44,10 +44,10 @@ def contenders() -> Optimizers:
 
     found: Optimizers = {
         "omn_dist": (ours(), True),
-        "omn_dist, batched": (ours(deterministic=False), True),
+        "omn_dist, batched": (ours(batch_invariant=False), True),
         "torch.optim.Muon": (lambda parameters: torch.optim.Muon(parameters), True),
         "omn_dist, all AdamW": (ours("adamw"), False),
-        "omn_dist, all AdamW, batched": (ours("adamw", deterministic=False), False),
+        "omn_dist, all AdamW, batched": (ours("adamw", batch_invariant=False), False),
         "torch.optim.AdamW, fused": (lambda parameters: torch.optim.AdamW(parameters, fused=True), False),
     }
     if importlib.util.find_spec("muon_fsdp2"):

@@ -9,7 +9,7 @@ fail() {
     exit 2
 }
 
-# The newest suitable Python on the path, or the one that PYTHON names.
+# Prints the newest suitable Python on the path, or the one that PYTHON names.
 find_python() {
     local candidate
     for candidate in ${PYTHON:+"$PYTHON"} python3.13 python3.12 python3.11 python3 python; do
@@ -21,12 +21,13 @@ find_python() {
     fail "found no Python of at least 3.11 with the venv module; install one, or set PYTHON to it"
 }
 
-# What an environment was set up for: this folder, these requirements, these versions.
+# Identifies what an environment was set up for: this folder, these requirements and versions.
 requirements_stamp() {
     echo "$REPOSITORY $(cat "$REPOSITORY/pyproject.toml" "$REPOSITORY/constraints.txt" | cksum)"
 }
 
-# Uses the active virtual environment, or makes .venv in the repository; installs what is missing. Sets ENVIRONMENT_PYTHON.
+# Uses the active virtual environment, or makes .venv in the repository, and installs what is
+# missing. Sets ENVIRONMENT_PYTHON.
 prepare_environment() {
     local environment="${VIRTUAL_ENV:-$REPOSITORY/.venv}" base_python
     ENVIRONMENT_PYTHON="$environment/bin/python"

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Runs the tests and says how many passed, failed and were skipped, and why. Does all set-up by itself.
+# Runs the tests, and reports how many passed, failed and were skipped, and why. Makes the
+# environment by itself.
 #
-#   launch/test.sh [pytest arguments]                 paths are relative to the repository
+#   launch/test.sh [pytest arguments]       paths are relative to the repository
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"

@@ -1,4 +1,4 @@
-"""``python -m omn_dist``: the same as ``omn-dist``."""
+"""``python -m omn_dist`` is the same command as ``omn-dist``."""
 
 import sys
 

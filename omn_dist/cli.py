@@ -1,7 +1,8 @@
 """The command line: ``omn-dist train | launch | submit | env | routes | plan | data prepare``.
 
-Exit status: 0 done, 1 the run failed, 2 wrong input (one line on stderr says what), 75 the run saved a checkpoint
-because it was asked to stop. Under a launcher only the first rank prints, and every rank exits alike.
+Exit status: 0 done; 1 the run failed; 2 wrong input, explained in one line on stderr; 75 the run
+was asked to stop and saved a checkpoint. Under a launcher only the first rank prints, and all ranks
+exit with the same status.
 """
 
 import argparse
@@ -16,19 +17,20 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 from typing_extensions import override
 
-from omn_dist._state_bytes import format_state_bytes
-from omn_dist.launch.layout import read_layout
+from omn_dist.launch.job_layout import read_layout
 from omn_dist.launch.report import describe_layout, describe_machine
 from omn_dist.launch.start import enter_rank, machine_problems, start_machine
 from omn_dist.launch.submit import submit
-from omn_dist.presets import resolve_preset
+from omn_dist.models.targets import is_model_target, meta_model
+from omn_dist.optim.presets import resolve_preset
+from omn_dist.optim.state import format_state_bytes
 from omn_dist.roles import format_groups, route_parameters
+from omn_dist.roles.algorithms import algorithm_kind
 from omn_dist.roles.report import draw_routes, format_all, format_routes, json_lines
-from omn_dist.roles.targets import is_model_target, meta_model
 from omn_dist.settings import SettingsError
 from omn_dist.studies.command import add_arguments
 from omn_dist.train.config import RunConfig, load_config
-from omn_dist.train.data import prepare
+from omn_dist.train.data import open_tokenizer, prepare_text
 from omn_dist.train.loop import train
 from omn_dist.train.preflight import preflight
 from omn_dist.train.ranks import check_num_gpus, read_ranks
@@ -37,7 +39,7 @@ from omn_dist.train.window import RejectedWindowsError
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose complaints are one line, like all others."""
+    """A parser whose errors are one line, like all other errors of the command."""
 
     @override
     def error(self, message: str) -> NoReturn:
@@ -45,10 +47,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit status."""
+    """Run one command and return its exit status."""
     if "RANK" not in os.environ:
         return _run(arguments)
-    # torchrun's own report then shows the traceback of the rank that failed first.
+    # So that torchrun reports the traceback of the rank that failed first.
     status = record(_run)(arguments)
     assert status is not None, "record returns what _run returns"
     return status
@@ -69,7 +71,10 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The parsed command. Overrides may stand before and after options, which argparse alone does not allow."""
+    """The parsed command.
+
+    Overrides may come before and after options, which argparse does not allow by itself.
+    """
     parser = _parser()
     parsed, rest = parser.parse_known_args(arguments)
     if rest and ("overrides" not in parsed or any(argument.startswith("-") for argument in rest)):
@@ -82,7 +87,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="omn-dist",
-        description="Train transformers with a sharded dual optimizer: Muon for matrices, AdamW for the rest.",
+        description="Train transformers that are sharded with FSDP2: Muon for matrices, AdamW for other parameters.",
     )
     parser.set_defaults(run=lambda parsed: _help(parser))
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
@@ -94,54 +99,67 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         return command
 
-    command = with_config("train", _train, "train; under torchrun on all of its ranks, else in this process")
-    command.add_argument("--check", action="store_true", help="check everything that a run needs, start nothing")
-    command.add_argument("--ranks", type=int, metavar="N", help="ranks to check for (default: those of the launcher, or 1)")
-    command = with_config("launch", _launch, "start this machine's ranks of a run; the same command on every machine")
+    command = with_config("train", _train, "train a model: on all ranks under torchrun, else in this process")
+    command.add_argument("--check", action="store_true", help="check everything that the run needs, and do not start it")
+    command.add_argument(
+        "--ranks", type=int, metavar="N", help="number of ranks to check for (default: that of the launcher, or 1)"
+    )
+    command = with_config("launch", _launch, "start the ranks of a run on this machine; give the same command on every machine")
     command.add_argument("--ranks-per-node", type=int, default=1, metavar="N", help="ranks on each machine (1)")
-    command.add_argument("--launcher", choices=("torchrun", "srun"), default="torchrun", help="srun: this task is a rank")
-    command.add_argument("--rendezvous", choices=("static", "c10d"), default="static", help="of torchrun's agents (static)")
-    command.add_argument("--log-folder", metavar="FOLDER", help="for the output of each rank (default: none, all on screen)")
-    text = "which role, algorithm and view each parameter of a model gets, with counts; builds no weights"
+    command.add_argument(
+        "--launcher",
+        choices=("torchrun", "srun"),
+        default="torchrun",
+        help="torchrun: start the ranks; srun: this task is a rank (torchrun)",
+    )
+    command.add_argument("--rendezvous", choices=("static", "c10d"), default="static", help="how machines find each other (static)")
+    command.add_argument(
+        "--log-folder", metavar="FOLDER", help="write the output of each rank to a file (default: all on the screen)"
+    )
+    text = "show the role, algorithm and view of each parameter of a model; allocates no weights"
     command = commands.add_parser("routes", help=text, description=text)
     command.add_argument(
         "config",
         metavar="MODEL",
         help="YAML file of a run, hf:<model_type> (a small model of that Hugging Face type), a config.json, or module:function",
     )
-    command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of the YAML file, such as model.num_layers=2")
-    command.add_argument("--all", action="store_true", help="every parameter with the reason of its route")
-    command.add_argument("--json", action="store_true", help="one JSON object a parameter instead of tables")
-    command.add_argument("--picture", metavar="FILE", help="also draw the elements of each role into a .png or .svg")
+    command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="for the YAML file, such as model.num_layers=2")
+    command.add_argument("--all", action="store_true", help="list every parameter, with the reason for its algorithm")
+    command.add_argument("--json", action="store_true", help="print one JSON object for each parameter instead of tables")
+    command.add_argument("--picture", metavar="FILE", help="also draw the number of elements of each role, as .png or .svg")
     command.set_defaults(run=_routes)
-    text = "owners, balance, traffic, memory and predicted time over numbers of ranks; builds no weights"
+    text = "show owners, balance, traffic, memory and predicted time for numbers of ranks; allocates no weights"
     add_arguments(commands.add_parser("plan", help=text, description=text))
 
-    text = "print the sbatch command of a job's YAML, and submit it"
+    text = "print the sbatch command for a job in YAML, and submit it"
     command = commands.add_parser("submit", help=text, description=text)
     command.add_argument("job", metavar="JOB", help="YAML file of the job, such as slurm/job.yaml")
-    command.add_argument("--dry-run", action="store_true", help="only print")
+    command.add_argument("--dry-run", action="store_true", help="only print the command")
     command.set_defaults(run=lambda parsed: submit(parsed.job, dry_run=parsed.dry_run))
-    text = "what this machine offers, and what a run would use of it and why"
+    text = "show what this machine has, and what a run would use and why"
     command = commands.add_parser("env", help=text, description=text)
-    command.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file of a run to check this machine for")
-    command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="for the configuration")
+    command.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file of a run; checks whether this machine can run it")
+    command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as schedule.total_tokens=1000000")
     command.add_argument("--ranks-per-node", type=int, default=1, metavar="N", help="ranks on each machine (1)")
     command.set_defaults(run=_environment)
 
     data = commands.add_parser("data", help="prepare text for training").add_subparsers(
         title="commands", metavar="COMMAND", required=True
     )
-    text = "text files to memory-mapped token shards"
+    text = "tokenize text files into shards for training"
     command = data.add_parser("prepare", help=text, description=text)
-    command.add_argument("paths", nargs="+", metavar="PATH", help="text files, or folders of them")
-    command.add_argument("--out", required=True, metavar="FOLDER", help="folder to make; must not exist or be empty")
-    command.add_argument("--tokenizer", default="byte", metavar="NAME", help="'byte' (default) or a tokenizer.json")
-    command.add_argument("--end-of-document", metavar="TOKEN", help="end token of the tokenizer.json (default: a usual one)")
-    command.add_argument("--validation-fraction", type=float, default=0.05, metavar="X", help="share of the text (0.05)")
-    command.add_argument("--seed", type=int, default=0, help="of the split into training and validation (0)")
-    command.add_argument("--shard-tokens", type=int, default=1 << 26, metavar="N", help="tokens a file (67,108,864)")
-    command.add_argument("--format", choices=("bin", "npy"), default="bin", help="of the shards (bin)")
+    command.add_argument("paths", nargs="+", metavar="PATH", help="text files, and folders of text files")
+    command.add_argument("--out", required=True, metavar="FOLDER", help="folder to write; must be empty or not exist")
+    command.add_argument("--tokenizer", default="byte", metavar="NAME", help="'byte' (default), or the path of a tokenizer.json")
+    command.add_argument(
+        "--end-of-document", metavar="TOKEN", help="end-of-document token of the tokenizer.json (default: looked for)"
+    )
+    command.add_argument(
+        "--validation-fraction", type=float, default=0.05, metavar="X", help="part of the text for validation (0.05)"
+    )
+    command.add_argument("--seed", type=int, default=0, help="seed of the choice of validation text (0)")
+    command.add_argument("--shard-tokens", type=int, default=1 << 26, metavar="N", help="tokens of a file (67,108,864)")
+    command.add_argument("--format", choices=("bin", "npy"), default="bin", help="format of the files (bin)")
     command.set_defaults(run=_prepare)
     return parser
 
@@ -206,7 +224,7 @@ def _routes(parsed: argparse.Namespace) -> int:
     config = None
     if is_model_target(parsed.config):
         if parsed.overrides:
-            raise SettingsError(f"{parsed.overrides[0]!r}: expected no overrides, which belong to the YAML file of a run")
+            raise SettingsError(f"{parsed.overrides[0]!r}: expected no overrides, which change the YAML file of a run")
         model: torch.nn.Module = meta_model(parsed.config)
     else:
         config = load_config(parsed.config, parsed.overrides)
@@ -217,7 +235,7 @@ def _routes(parsed: argparse.Namespace) -> int:
         raise SettingsError(str(error)) from None
     for route in routes:
         if route.role in ("fused", "stack"):
-            print(f"warning: {route.name} is on AdamW: {route.reason}", file=sys.stderr)
+            print(f"warning: {route.name} is on {algorithm_kind(route.algorithm).label}: {route.reason}", file=sys.stderr)
     if parsed.json:
         print("\n".join(json_lines(routes)))
     else:
@@ -243,11 +261,10 @@ def _print_groups(config: RunConfig, model: torch.nn.Module) -> None:
 
 
 def _prepare(parsed: argparse.Namespace) -> int:
-    folder = prepare(
+    folder = prepare_text(
         [Path(path) for path in parsed.paths],
         parsed.out,
-        parsed.tokenizer,
-        end_of_document=parsed.end_of_document,
+        open_tokenizer(parsed.tokenizer, parsed.end_of_document),
         validation_fraction=parsed.validation_fraction,
         seed=parsed.seed,
         shard_tokens=parsed.shard_tokens,

@@ -1,11 +1,13 @@
-"""Frozen dataclasses from mappings: the one way by which YAML and keyword overrides become settings.
+"""Settings: frozen dataclasses that are filled from YAML and from keyword overrides.
 
-Every settings class of the package is a frozen keyword-only dataclass. This module fills one from a nested mapping, checks
-the types, and answers an unknown key with the nearest known one.
+Every settings class of the package is a frozen keyword-only dataclass. The functions here fill one
+from a nested mapping, check the types, and suggest the nearest known key for an unknown one.
 """
 
 import dataclasses
 import difflib
+import importlib
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -15,11 +17,11 @@ T = TypeVar("T")
 
 
 class SettingsError(ValueError):
-    """A setting that cannot be used. The message is one line: what, found, expected, what to do."""
+    """A setting that cannot be used. One line: which one, found, expected, what to do."""
 
 
 def unknown_name(kind: str, found: str, known: typing.Iterable[str]) -> str:
-    """The message for a name that is not among ``known``; suggests the nearest one."""
+    """The message for a name that is not among ``known``. It suggests the nearest known one."""
     names = sorted(known)
     near = difflib.get_close_matches(found, names, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -27,15 +29,16 @@ def unknown_name(kind: str, found: str, known: typing.Iterable[str]) -> str:
 
 
 def from_mapping(cls: type[T], values: Mapping[str, Any] | None, *, path: str = "") -> T:
-    """Build the settings dataclass ``cls`` from ``values``; nested dataclasses from nested mappings.
+    """Build the settings dataclass ``cls``; nested dataclasses are built from nested mappings.
 
     Args:
-        cls: a dataclass. Fields without a default must be present.
+        cls: a dataclass. Its fields without a default must be in ``values``.
         values: the mapping; ``None`` stands for an empty one.
-        path: dotted name of this mapping in the whole configuration, for messages.
+        path: dotted name of this mapping within the whole configuration, for messages.
 
     Raises:
-        SettingsError: unknown key (with a suggestion), missing key, or a value of the wrong type.
+        SettingsError: an unknown key (the nearest one is suggested), a missing key, or a value of
+            the wrong type.
     """
     values = {} if values is None else values
     if not isinstance(values, Mapping):
@@ -56,7 +59,7 @@ def from_mapping(cls: type[T], values: Mapping[str, Any] | None, *, path: str = 
 
 
 def replace(settings: T, overrides: Mapping[str, Any], *, path: str = "") -> T:
-    """A copy of ``settings`` with the fields of ``overrides`` replaced, checked like :func:`from_mapping`."""
+    """A copy of ``settings`` with the fields in ``overrides``, checked like those of a mapping."""
     hints = typing.get_type_hints(type(settings))
     names = [field.name for field in dataclasses.fields(settings)]  # type: ignore[arg-type]
     prefix = f"{path}." if path else ""
@@ -69,14 +72,20 @@ def replace(settings: T, overrides: Mapping[str, Any], *, path: str = "") -> T:
 
 
 def convert(hint: Any, value: Any, *, path: str) -> Any:
-    """``value`` as the annotated type ``hint``; integers become floats and lists tuples where the type asks for it."""
+    """``value`` as the annotated type ``hint``.
+
+    Integers and numbers in strings become floats, and lists become tuples, where the type says so.
+
+    Raises:
+        SettingsError: a value of another type; the message starts with ``path``.
+    """
     origin, parameters = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return value
     if origin in (typing.Union, types.UnionType):
         kinds = [option for option in parameters if dataclasses.is_dataclass(option)]
         if kinds and isinstance(value, Mapping):
-            # The kind that knows most of the keys says what is wrong with the others.
+            # The dataclass with most of these keys is the one that was meant.
             return convert(max(kinds, key=lambda kind: len(kind.__dataclass_fields__.keys() & value.keys())), value, path=path)
         for option in parameters:
             try:
@@ -115,3 +124,27 @@ def convert(hint: Any, value: Any, *, path: str) -> Any:
         return value
     expected = hint.__name__ if isinstance(hint, type) and not parameters else str(hint).replace("typing.", "")
     raise SettingsError(f"{path}: found {value!r}, expected {expected}")
+
+
+def import_module(name: str, *, path: str) -> types.ModuleType:
+    """Import the module that a setting names, from the working directory or the Python path.
+
+    Args:
+        name: as in ``import NAME``. A module that is loaded already is not loaded again.
+        path: dotted name of the setting, for the message.
+
+    Raises:
+        SettingsError: the module is not found, or its own code raises.
+    """
+    # A console script does not look into the working directory by itself.
+    sys.path.insert(0, "")
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # code of the user
+        first_line = (str(error).splitlines() or ["no message"])[0]
+        raise SettingsError(
+            f"{path}: cannot import {name!r} ({type(error).__name__}: {first_line}), expected a module in the working directory "
+            "or on PYTHONPATH; correct the name or the module"
+        ) from error
+    finally:
+        sys.path.remove("")

@@ -1,4 +1,5 @@
-# What the job scripts share. Source it from the repository: sbatch copies a script elsewhere before it runs it.
+# Functions of the job scripts. They source it from the repository, since sbatch runs a copy of a
+# script that is in another folder.
 # shellcheck shell=bash
 
 fail() {
@@ -6,8 +7,8 @@ fail() {
     exit 2
 }
 
-# Reads the options that stand before the run's own arguments. Sets repository, launcher, ranks_per_node, environment,
-# container and arguments, and goes to the folder of submission.
+# Reads the options before the arguments of the run. Sets repository, launcher, ranks_per_node,
+# environment, container, python and arguments.
 read_options() {
     launcher=torchrun ranks_per_node=1 environment="${VIRTUAL_ENV:-}" container=()
     while [[ "${1:-}" == --* ]]; do
@@ -30,12 +31,12 @@ read_options() {
         "run launch/test.sh once to make .venv, or give --environment=FOLDER"
     [[ ${#container[@]} -eq 0 ]] || python="${PYTHON:-python3}"
     export PYTHONPATH="$repository${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-    # srun does not take this over from sbatch by itself.
+    # srun does not take this value from sbatch by itself.
     [[ -z "${SLURM_CPUS_PER_TASK:-}" ]] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
 }
 
-# Checks the job and finds out where its machines meet. Exports MASTER_ADDR and MASTER_PORT, sets run_folder. Arguments:
-# the run's.
+# Checks the job, and finds out where its machines meet. Exports MASTER_ADDR and MASTER_PORT, sets
+# run_folder. Arguments: those of the run.
 prepare_job() {
     local answer
     answer="$("${container[@]}" "$python" -m omn_dist.launch.job --ranks-per-node "$ranks_per_node" "$@")" || exit $?
@@ -43,12 +44,12 @@ prepare_job() {
     export MASTER_ADDR MASTER_PORT
 }
 
-# Runs one training run as a job step on all nodes, or as many as nodes says; hands stop signals that reach this script to
-# the step. Sets status. Arguments: the run's.
+# Runs one training run as a job step, on all nodes or on as many as the variable nodes says. Sends
+# stop signals of this script on to the step. Sets status. Arguments: those of the run.
 run_step() {
     local tasks=1 num_nodes="${nodes:-$SLURM_JOB_NUM_NODES}"
     [[ "$launcher" == torchrun ]] || tasks="$ranks_per_node"
-    # A failed task takes the others with it after a minute, in which all of them can still save and say why.
+    # SLURM ends all tasks a minute after one has failed. Until then they can save and say why.
     srun --nodes="$num_nodes" --ntasks-per-node="$tasks" --ntasks="$((tasks * num_nodes))" \
         --kill-on-bad-exit=0 --wait=60 "${container[@]}" "$python" -m omn_dist launch "$@" \
         --launcher "$launcher" --ranks-per-node "$ranks_per_node" \
@@ -56,7 +57,7 @@ run_step() {
     local step=$! interrupted=yes
     trap 'interrupted=yes; kill -TERM "$step" 2>/dev/null' TERM USR1 USR2
     while [[ -n "$interrupted" ]]; do
-        # A trap interrupts wait, whose answer is then not the step's.
+        # A trap interrupts wait, which then does not return the status of the step.
         interrupted=
         wait "$step"
         # shellcheck disable=SC2034  # for the script that sources this
@@ -65,13 +66,13 @@ run_step() {
     trap - TERM USR1 USR2
 }
 
-# Whether every node of the job still runs a task.
+# Whether every node of the job can still run a task.
 nodes_answer() {
     timeout 60 srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --ntasks="$SLURM_JOB_NUM_NODES" --overlap \
         --kill-on-bad-exit=1 true
 }
 
-# Puts the job back into the queue, unless somebody has cancelled it.
+# Puts the job back into the queue, unless it was cancelled.
 requeue() {
     local state
     state="$(scontrol show job --oneliner "$SLURM_JOB_ID" | grep -o ' JobState=[A-Z]*')"
@@ -80,11 +81,11 @@ requeue() {
         return 1
     fi
     echo "requeue job $SLURM_JOB_ID: it continues from the newest complete checkpoint"
-    # Ends this script.
+    # SLURM ends this script.
     scontrol requeue "$SLURM_JOB_ID" && sleep 60
 }
 
-# Ends the job by the status of its run.
+# Ends the job. Argument: the exit status of its run.
 finish() {
     case "$1" in
         0) echo "finished" ;;

@@ -1,1 +1,5 @@
-"""Update rules as pure functions: values in, values out; no process group, no global switch."""
+"""The mathematics of the update rules.
+
+Functions of tensors alone: no process group and no global switch. A function that writes into its
+arguments says so.
+"""

@@ -1,71 +1,66 @@
-"""AdamW on local shards, with the bits of torch's own kernels."""
+"""AdamW on lists of local shards, by torch's own function.
 
-from collections.abc import Sequence
+Source: I. Loshchilov and F. Hutter, Decoupled weight decay regularization, arXiv 1711.05101 (2019).
+"""
 
-import torch
+from dataclasses import dataclass
+from typing import NamedTuple
+
 from torch import Tensor
-from torch.optim.adamw import adamw as _torch_adamw
-
-from omn_dist.algorithms import kernels
+from torch.optim.adamw import adamw as torch_adamw
 
 
-def adamw_update(
-    parameters: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    first_moments: Sequence[Tensor],
-    second_moments: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    epsilon: float,
-    weight_decay: float,
-    deterministic: bool,
-) -> None:
-    """One AdamW step on plain local tensors, in place.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdamWCoefficients:
+    """The numbers of one group at one step."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+
+class AdamWShards(NamedTuple):
+    """Local shards, plain and on one device; the tensors at one index have one shape and dtype."""
+
+    parameters: list[Tensor]
+    gradients: list[Tensor]
+    first_moments: list[Tensor]
+    second_moments: list[Tensor]
+    steps: list[Tensor]
+    """fp32 scalars: how many steps each shard has taken."""
+
+
+def adamw(shards: AdamWShards, coefficients: AdamWCoefficients, *, batch_invariant: bool) -> None:
+    """One step, in place; gradients are not changed.
 
     Args:
-        parameters, gradients, first_moments, second_moments: local shards of equal shapes and one device.
-        steps: fp32 scalars, one a parameter; each is raised by one.
-        deterministic: the bits of a shard are those of the whole. CUDA shards take torch's fused kernel either way. On CPU its
-            vector body and its scalar tail round differently (measured with torch 2.13: up to 1 in 2 of odd cuts differed), so
-            that only ``False`` takes it there; else the bits are those of torch's loop over tensors.
+        shards: parameters, moments and step numbers are updated.
+        coefficients: of all shards.
+        batch_invariant: an element gets the same bits wherever its shard was cut. On a CPU torch's
+            fused kernel does not do that: its vector body and its scalar tail round differently
+            (torch 2.13, up to one in two odd cuts). So it runs there only without
+            ``batch_invariant``, else torch's loop over tensors. On CUDA torch's fused kernel runs
+            either way.
 
-    Not collective. Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019).
+    Not collective.
     """
-    taken, left = [], []
-    for index, tensors in enumerate(zip(parameters, gradients, first_moments, second_moments, strict=True)):
-        if deterministic and kernels.takes_adamw(*tensors):
-            taken.append((tensors, steps[index]))
-        else:
-            left.append(index)
-    if taken:
-        torch._foreach_add_([step for _, step in taken], 1)
-        by_count: dict[float, list[tuple[Tensor, Tensor, Tensor, Tensor]]] = {}
-        for (tensors, _), count in zip(taken, torch.stack([step for _, step in taken]).tolist(), strict=True):
-            by_count.setdefault(count, []).append(tensors)
-        for count, shards in by_count.items():
-            kernels.adamw(shards, lr=lr, betas=betas, eps=epsilon, weight_decay=weight_decay, step=count)
-    if not left:
+    if not shards.parameters:
         return
-
-    def those_left(tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [tensors[index] for index in left]
-
-    _torch_adamw(
-        those_left(parameters),
-        those_left(gradients),
-        those_left(first_moments),
-        those_left(second_moments),
+    torch_adamw(
+        shards.parameters,
+        shards.gradients,
+        shards.first_moments,
+        shards.second_moments,
         [],
-        those_left(steps),
+        shards.steps,
         foreach=False,
-        fused=parameters[0].is_cuda or not deterministic,
+        fused=shards.parameters[0].is_cuda or not batch_invariant,
         amsgrad=False,
-        beta1=betas[0],
-        beta2=betas[1],
-        lr=lr,
-        weight_decay=weight_decay,
-        eps=epsilon,
+        beta1=coefficients.betas[0],
+        beta2=coefficients.betas[1],
+        lr=coefficients.lr,
+        weight_decay=coefficients.weight_decay,
+        eps=coefficients.eps,
         maximize=False,
     )

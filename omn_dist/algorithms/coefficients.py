@@ -1,4 +1,8 @@
-"""Newton-Schulz schedules as data: the polynomial of every iteration, with its normalisation and its source."""
+"""Newton-Schulz schedules as data.
+
+A schedule has the polynomial of every iteration, the normalisation that it was fitted for, and its
+source.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,20 +19,24 @@ Normalization = Literal["frobenius"]
 NORMALIZATIONS: tuple[str, ...] = get_args(Normalization)
 
 LARGEST_SINGULAR_VALUE = 2.0
-"""Bound on what a schedule may make of a normalised singular value: Polar Express cut short reaches 1.99."""
+"""The largest value to which a schedule may map a normalised singular value.
+
+Polar Express with fewer steps than published reaches 1.99.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The polynomials ``X <- a X + (b A + c A A) X`` with ``A = X X^T``, one triple for each iteration.
+    """The polynomials ``X <- a X + (b A + c A A) X`` with ``A = X X^T``, one for each iteration.
 
-    A schedule is fitted for one normalisation of its input; with another it can flip directions. So the two are one object,
-    and it is checked when it is built: on all singular values that the normalisation lets through, (0, 1], the composed
-    polynomial must be positive (no direction is flipped) and at most 2 (nothing diverges).
+    A schedule is fitted for one normalisation of its input, and can flip directions with another.
+    So the two are one object, which is checked when it is built. The normalisation leaves singular
+    values in (0, 1]; on all of them the composed polynomial must be positive, so that it flips no
+    direction, and at most 2, so that nothing diverges.
 
     Raises:
-        SettingsError: no step, a triple that is not three finite numbers, an unknown normalisation, or a polynomial that flips or
-            blows up a singular value, with that value.
+        SettingsError: no step, a triple that is not three finite numbers, an unknown normalisation,
+            or a polynomial that flips or blows up a singular value, with that value.
     """
 
     name: str
@@ -44,7 +52,7 @@ class Schedule:
         for triple in self.coefficients:
             if len(triple) != 3 or not all(math.isfinite(number) for number in triple):
                 raise SettingsError(f"schedule {self.name}: found {triple!r}, expected three finite numbers (a, b, c)")
-        # Half of the points are logarithmic, for the small values that the first steps lift, half linear.
+        # Half of the points are logarithmic, for the small values that the first steps lift.
         values = np.concatenate((np.logspace(-9, 0, 2001), np.linspace(1e-3, 1, 2001)))
         mapped = self.mapped(values)
         for wrong, expected in ((mapped <= 0, "a positive value"), (~(mapped <= LARGEST_SINGULAR_VALUE), "at most 2")):
@@ -56,17 +64,20 @@ class Schedule:
                 )
 
     @property
-    def num_steps(self) -> int:
-        """How many iterations the schedule makes."""
+    def ns_steps(self) -> int:
+        """Number of iterations."""
         return len(self.coefficients)
 
     @property
     def is_cubic(self) -> bool:
-        """Whether no step has a fifth-order term, so that the square of the Gram matrix is not needed."""
+        """Whether no step has a fifth-order term.
+
+        Such a schedule needs no square of the Gram matrix.
+        """
         return all(c == 0 for _, _, c in self.coefficients)
 
     def mapped(self, values: "np.ndarray[tuple[int], np.dtype[np.float64]]") -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
-        """What the composed polynomial makes of singular values of a normalised matrix, in fp64."""
+        """The composed polynomial of normalised singular values, in fp64: ``[values]``."""
         with np.errstate(over="ignore", invalid="ignore"):
             for a, b, c in self.coefficients:
                 square = values * values
@@ -74,7 +85,7 @@ class Schedule:
         return values
 
     def band(self, smallest: float = 1e-3) -> tuple[float, float]:
-        """Where singular values from ``smallest`` to 1 land: smallest and largest."""
+        """The smallest and the largest value to which those from ``smallest`` to 1 are mapped."""
         mapped = self.mapped(np.logspace(math.log10(smallest), 0, 20001))
         return float(mapped.min()), float(mapped.max())
 
@@ -94,11 +105,15 @@ _POLAR_EXPRESS_STEPS: tuple[Coefficients, ...] = (
 _POLAR_EXPRESS_LIMIT: Coefficients = (1.875, -1.25, 0.375)
 
 
-def _polar_express(num_steps: int) -> tuple[Coefficients, ...]:
-    """Fitted steps act on x / 1.01, so that rounding cannot carry a value past their range; the limit step is left alone."""
+def _polar_express(ns_steps: int) -> tuple[Coefficients, ...]:
+    """The triples of so many steps.
+
+    Fitted steps act on x / 1.01, so that rounding cannot carry a value out of their range. The
+    limit step is used as it is.
+    """
     safety = _POLAR_EXPRESS_SAFETY
-    fitted = tuple((a / safety, b / safety**3, c / safety**5) for a, b, c in _POLAR_EXPRESS_STEPS[:num_steps])
-    return fitted + (_POLAR_EXPRESS_LIMIT,) * (num_steps - len(fitted))
+    fitted = tuple((a / safety, b / safety**3, c / safety**5) for a, b, c in _POLAR_EXPRESS_STEPS[:ns_steps])
+    return fitted + (_POLAR_EXPRESS_LIMIT,) * (ns_steps - len(fitted))
 
 
 QUINTIC = Schedule(name="quintic", coefficients=(_QUINTIC_STEP,) * 5, normalization="frobenius", source=_MUON)
@@ -153,21 +168,23 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
         )
     }
 )
-"""By name, with the number of steps that each is published with."""
+"""By name, each with the number of steps that it was published with."""
 
 _REPEATED: Mapping[str, Coefficients] = MappingProxyType({"quintic": _QUINTIC_STEP, "cubic": (1.5, -0.5, 0.0)})
 
 
-def make_schedule(schedule: str | Schedule | Sequence[Coefficients], num_steps: int | None = None) -> Schedule:
-    """The schedule of that name, or one of your own from a tuple of triples (a, b, c) for Frobenius-normalised input.
+def make_schedule(schedule: str | Schedule | Sequence[Coefficients], ns_steps: int | None = None) -> Schedule:
+    """A published schedule, or one of your own.
 
     Args:
-        schedule: a name of ``SCHEDULES``, a :class:`Schedule` or triples.
-        num_steps: another number of steps than the published one, for schedules that are defined for any number: ``quintic``,
-            ``cubic``, ``polar_express``.
+        schedule: a name of ``SCHEDULES``, a :class:`Schedule`, or triples (a, b, c) for input of
+            Frobenius norm one at most.
+        ns_steps: the number of steps, for schedules that are defined for any number: ``quintic``,
+            ``cubic`` and ``polar_express``. ``None``: as published.
 
     Raises:
-        SettingsError: an unknown name, a number of steps that the schedule does not have, or triples that flip a direction.
+        SettingsError: an unknown name, a number of steps that the schedule does not have, or
+            triples that flip a direction.
     """
     if isinstance(schedule, str):
         if schedule not in SCHEDULES:
@@ -177,17 +194,17 @@ def make_schedule(schedule: str | Schedule | Sequence[Coefficients], num_steps: 
         found = schedule
     else:
         found = Schedule(name="own", coefficients=tuple(schedule), normalization="frobenius", source="the user")
-    if num_steps is None or num_steps == found.num_steps:
+    if ns_steps is None or ns_steps == found.ns_steps:
         return found
-    if num_steps < 1:
-        raise SettingsError(f"num_steps: found {num_steps}, expected at least 1")
+    if ns_steps < 1:
+        raise SettingsError(f"ns_steps: found {ns_steps}, expected at least 1")
     if found.name == "polar_express":
-        coefficients = _polar_express(num_steps)
+        coefficients = _polar_express(ns_steps)
     elif found.name in _REPEATED:
-        coefficients = (_REPEATED[found.name],) * num_steps
+        coefficients = (_REPEATED[found.name],) * ns_steps
     else:
         raise SettingsError(
-            f"num_steps: found {num_steps} with schedule {found.name}, which is fitted for {found.num_steps}; leave it out, or "
+            f"ns_steps: found {ns_steps} with schedule {found.name}, which is fitted for {found.ns_steps}; leave it out, or "
             "take polar_express, quintic or cubic, which are defined for any number"
         )
     return Schedule(name=found.name, coefficients=coefficients, normalization=found.normalization, source=found.source)

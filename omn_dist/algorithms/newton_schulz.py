@@ -1,4 +1,7 @@
-"""Newton-Schulz orthogonalisation of whole matrices: published recipes to the bit, and one that no scale of the input disturbs."""
+"""Newton-Schulz orthogonalisation of whole matrices.
+
+Two recipes are published ones, to the bit. The third works the same at every scale of its input.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -10,7 +13,7 @@ import torch
 from torch import Tensor
 
 from omn_dist.algorithms.coefficients import QUINTIC, Coefficients, Schedule, make_schedule
-from omn_dist.algorithms.iteration import ITERATES, FormChoice, chosen_form, copy_transposed, gram_form, standard_form
+from omn_dist.algorithms.iteration import ITERATES, TORCH_ITERATION, FormChoice, IterationKernels, chosen_form, gram_form
 from omn_dist.algorithms.scratch import Scratch
 from omn_dist.settings import SettingsError, unknown_name
 
@@ -21,7 +24,7 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType({name: getattr(torch, name)
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How the numbers of one Newton-Schulz call are made: schedule, dtypes, guards of the normalisation, form.
+    """The numerics of one Newton-Schulz call.
 
     Raises:
         SettingsError: an unknown form, or the Gram form in half precision, see ``form``.
@@ -30,14 +33,20 @@ class Recipe:
     name: str
     schedule: Schedule
     input_dtype: torch.dtype
-    """The direction is cast to it before anything else, so it is also the dtype that the wire needs to lose nothing."""
+    """The direction is cast to it before anything else.
+
+    So a direction that is sent in this dtype loses nothing.
+    """
     normalization_dtype: torch.dtype
     """The dtype of the division by the norm; norms accumulate in fp32 at least."""
     dtype: torch.dtype
     """The dtype of the iteration."""
     max_abs_floor: float | None
-    """Divide by the largest absolute element first, clamped from below at this value; 0 divides exactly and lets zero be
-    zero; ``None`` leaves the division out."""
+    """Guard of a division by the largest absolute element, which comes before that by the norm.
+
+    The divisor is at least this value. 0: the division is exact, and zero stays zero. ``None``:
+    there is no such division.
+    """
     norm_floor: float
     """Guard of the Frobenius norm, see ``norm_guard``."""
     norm_guard: Literal["add", "clamp"]
@@ -45,24 +54,20 @@ class Recipe:
     restore_dtype: bool
     """Whether the result comes back in the dtype of the direction, or in ``dtype``."""
     form: FormChoice = "standard"
-    """``standard``; ``symmetric``, which leaves out part of each symmetric product, on shapes where that is faster; ``gram``, which
-    iterates on the short side's Gram matrix; ``auto``, the standard or the Gram form, whichever costs fewer FLOPs for the shape.
-    The Gram form squares the condition number, and in half precision its rounding makes negative eigenvalues that grow by the
-    square of each slope: it is for fp32 only."""
+    """``standard``; ``gram``, which iterates on the short side's Gram matrix; or ``auto``, which
+    takes the one with fewer FLOPs for the shape.
+
+    The Gram form is for fp32 only. It squares the condition number, and in half precision its
+    rounding makes negative eigenvalues, which grow by the square of each slope.
+    """
 
     def __post_init__(self) -> None:
         if self.form not in get_args(FormChoice):
             raise SettingsError(unknown_name("form", self.form, get_args(FormChoice)))
         if self.form in ("gram", "auto") and self.dtype != torch.float32:
             raise SettingsError(
-                f"form: found {self.form!r} with an iteration in {self.dtype}, expected 'standard' or 'symmetric'; "
-                "the Gram form needs float32"
+                f"form: found {self.form!r} with an iteration in {self.dtype}, expected 'standard'; the Gram form needs float32"
             )
-
-    @property
-    def needs_float32(self) -> bool:
-        """Whether a direction must cross the wire in fp32 to lose nothing."""
-        return self.input_dtype == torch.float32
 
 
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
@@ -89,8 +94,8 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             norm_guard="clamp",
             restore_dtype=False,
         ),
-        # After the exact division by the largest element the norm is at least one, or the matrix is zero: the floor of one
-        # changes no other matrix.
+        # After the exact division by the largest element the norm is at least one, or the matrix is
+        # zero: a floor of one changes no other matrix.
         "scaled": Recipe(
             name="scaled",
             schedule=QUINTIC,
@@ -117,21 +122,25 @@ def recipe_by_name(name: str) -> Recipe:
 def build_recipe(
     name: str,
     schedule: str | tuple[Coefficients, ...] | None = None,
-    num_steps: int | None = None,
+    ns_steps: int | None = None,
     dtype: str | None = None,
     form: FormChoice = "standard",
 ) -> Recipe:
-    """The recipe ``name`` with another schedule, number of steps, dtype or form; ``None`` keeps what the recipe says.
+    """The recipe ``name``, with other parts where they are given.
 
-    Another dtype is that of the iteration; the direction is cast to bf16 first exactly when the iteration is in bf16, and the
-    normalisation is then done in fp32.
+    Args:
+        name: a name of ``RECIPES``.
+        schedule, ns_steps: as in :func:`~omn_dist.algorithms.coefficients.make_schedule`.
+        dtype: another dtype of the iteration, by its name. Then the direction is cast to bf16 first
+            exactly when the iteration is in bf16, and the normalisation is done in fp32.
+        form: of the iteration.
 
     Raises:
         SettingsError: an unknown name, or parts that do not go together.
     """
     recipe = recipe_by_name(name)
-    if schedule is not None or num_steps is not None:
-        recipe = replace(recipe, schedule=make_schedule(recipe.schedule if schedule is None else schedule, num_steps))
+    if schedule is not None or ns_steps is not None:
+        recipe = replace(recipe, schedule=make_schedule(recipe.schedule if schedule is None else schedule, ns_steps))
     if dtype is not None:
         if dtype not in DTYPES:
             raise SettingsError(unknown_name("Newton-Schulz dtype", dtype, DTYPES))
@@ -146,30 +155,35 @@ def build_recipe(
 
 
 def group_recipe(group: Mapping[str, Any]) -> Recipe:
-    """The recipe that a parameter group asks for in its fields; see :func:`build_recipe`."""
+    """The recipe that the fields of a parameter group ask for; see :func:`build_recipe`."""
     schedule = group["schedule"]
     if schedule is not None and not isinstance(schedule, str):
         schedule = tuple(tuple(triple) for triple in schedule)
-    return build_recipe(group["newton_schulz"], schedule, group["num_steps"], group["newton_schulz_dtype"], group["form"])
+    return build_recipe(group["newton_schulz"], schedule, group["ns_steps"], group["ns_dtype"], group["form"])
 
 
 @torch.no_grad()
 def orthogonalize(direction: Tensor, recipe: RecipeName | Recipe = "omn") -> Tensor:
     """Push all singular values of whole matrices towards one.
 
-    ``recipe="torch"`` gives the bits of ``torch.optim.Muon``; ``"omn"`` iterates in fp32 after a division by the largest
-    absolute element (clamped at 1e-7) and by the Frobenius norm; ``"scaled"`` iterates in bf16 after an exact division by the
-    largest element and one by the norm in fp32, so that every scale of the input gives the direction of scale 1. The result is
-    a finite polynomial in the direction: with the quintic schedule singular values land between about 0.5 and 1.2, not at one.
+    The result is a polynomial of the direction. With the quintic schedule singular values land
+    between about 0.5 and 1.2, not at one. The recipes:
+
+    - ``"torch"`` gives the bits of ``torch.optim.Muon``;
+    - ``"omn"`` iterates in fp32, after a division by the largest absolute element (clamped at 1e-7)
+      and one by the Frobenius norm;
+    - ``"scaled"`` iterates in bf16, after an exact division by the largest element and one by the
+      norm in fp32. Every scale of the input gives the result of scale 1.
 
     Args:
-        direction: ``[rows, columns]``, or ``[batch, rows, columns]`` for one batched call; any floating dtype, whole (never a
-            shard). Not changed.
+        direction: ``[rows, columns]``, or ``[batch, rows, columns]`` for one batched call; any
+            floating dtype, whole (never a shard). Not changed.
         recipe: a name of ``RECIPES``, or a recipe such as :func:`build_recipe` gives.
 
     Returns:
-        The shape of ``direction``, in its dtype; for ``torch`` in the dtype of the iteration. Zero gives zero. A batched call may
-        differ in the last bits from calls on its matrices. Carries no gradient.
+        The shape of ``direction``, in its dtype; for ``torch`` in the dtype of the iteration. Zero
+        gives zero. A batched call may differ in the last bits from calls on its matrices. Carries
+        no gradient.
 
     Raises:
         ValueError: neither a matrix nor a batch, or an unknown recipe.
@@ -188,8 +202,19 @@ def orthogonalize(direction: Tensor, recipe: RecipeName | Recipe = "omn") -> Ten
     return out
 
 
-def orthogonalize_into(out: Tensor, direction: Tensor, recipe: Recipe, scratch: Scratch) -> None:
-    """:func:`orthogonalize` into ``out``, which may be ``direction`` itself, with working memory that is there already."""
+def orthogonalize_into(
+    out: Tensor, direction: Tensor, recipe: Recipe, scratch: Scratch, kernels: IterationKernels = TORCH_ITERATION
+) -> None:
+    """:func:`orthogonalize` in memory that is there already.
+
+    Args:
+        out: where the result goes; may be ``direction`` itself.
+        direction, recipe: as in :func:`orthogonalize`.
+        scratch: working memory.
+        kernels: what runs the standard form.
+
+    Not collective.
+    """
     tall = direction.size(-2) > direction.size(-1)
     # Where the result has other strides or another dtype, nothing on the way to it can be there.
     direct = out.dtype == recipe.dtype and out.is_contiguous()
@@ -200,21 +225,19 @@ def orthogonalize_into(out: Tensor, direction: Tensor, recipe: Recipe, scratch: 
     _normalize_into(iterate, direction, recipe, tall)
     if tall:
         iterate = iterate.mT
-    form = chosen_form(recipe.form, recipe.schedule, recipe.dtype, *iterate.shape[-2:])
-    if form == "gram":
+    if chosen_form(recipe.form, recipe.schedule, *iterate.shape[-2:]) == "gram":
         result = gram_form(iterate, recipe.schedule)
     else:
-        # The last product can land where the result belongs.
-        end = out if direct and not tall else None
-        result = standard_form(iterate, recipe.schedule, scratch, end, symmetric=form == "symmetric")
+        # The last product can write where the result belongs.
+        result = kernels.newton_schulz(iterate, recipe.schedule, scratch, out if direct and not tall else None)
     if tall:
-        copy_transposed(out, result)
+        kernels.copy_transposed(out, result)
     elif result is not out:
         out.copy_(result)
 
 
 def _normalize_into(iterate: Tensor, direction: Tensor, recipe: Recipe, tall: bool) -> None:
-    """The direction with a Frobenius norm of at most one, in the dtype of the iteration."""
+    """Write the direction with a Frobenius norm of at most one, in the dtype of the iteration."""
     precise = direction.to(recipe.input_dtype).to(recipe.normalization_dtype)
     if recipe.max_abs_floor is not None:
         largest = torch.linalg.vector_norm(precise, ord=float("inf"), dim=(-2, -1), keepdim=True)

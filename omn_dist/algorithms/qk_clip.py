@@ -1,16 +1,17 @@
-"""QK-Clip as pure arithmetic: the largest attention logit of each head, and the factors of query and key rows.
+"""The arithmetic of QK-Clip: largest attention logits, and factors of query and key rows.
 
-With S_h the largest absolute logit of head h and tau the threshold, gamma_h = min(1, tau / S_h), and rows are multiplied by a
-power of it, so that the head's logits are multiplied by gamma_h:
+With S the largest absolute logit of a head, and tau the threshold, ``gamma = min(1, tau / S)``.
+Rows are multiplied by a power of gamma, so that the head's logits are multiplied by gamma:
 
-- queries and keys of their own head: sqrt(gamma) each;
-- a key head that several query heads share (GQA): sqrt of the smallest gamma of its group, that is of its largest S;
-- multi-head latent attention: query and key rows without positions sqrt(gamma); rotary query rows gamma, since the rotary key
-  is shared by all heads and left alone.
+- query and key rows of one head: sqrt(gamma) each;
+- key rows that several query heads share (GQA): the square root of the smallest gamma of the group;
+- multi-head latent attention: query and key rows without positions sqrt(gamma); rotary query rows
+  gamma, since all heads share the rotary key, which does not change.
 
 Source: Kimi K2 (arXiv 2507.20534).
 
-Shape suffixes: B sequences, H query heads, K key heads, T query positions, S key positions, D head width.
+Shape suffixes: B sequences, H query heads, K key heads, T query positions, S key positions, D width
+of a head.
 """
 
 import math
@@ -20,25 +21,28 @@ import torch
 from torch import Tensor
 
 DEFAULT_BLOCK = 512
-"""Positions of a block of logits: B x H x 512 x 512 numbers are there at one time, whatever the length."""
+"""Positions a side of a block of logits.
+
+Whatever the length, B x H x 512 x 512 numbers are in memory at one time.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadRows:
-    """Rows of one stored weight (or elements of one bias) that belong to heads, and by which power of gamma they are multiplied."""
+    """Rows of a weight (or elements of a bias) that belong to heads, with their power of gamma."""
 
     num_heads: int
     """Query heads, or key heads where they are fewer."""
     sections: tuple[tuple[int, float], ...]
-    """Number of rows and power of gamma, for the parts of one head in their order."""
+    """Number of rows and power of gamma of each part of one head, in their order."""
     first_row: int = 0
-    """Of the first head."""
+    """First row of the first head."""
     rows_apart: int | None = None
-    """Rows from one head to the next; ``None``: heads follow one another."""
+    """Rows from the start of one head to that of the next; ``None``: heads follow one another."""
 
     @property
     def num_rows_each(self) -> int:
-        """Rows of one head."""
+        """Number of rows of one head."""
         return sum(num_rows for num_rows, _ in self.sections)
 
     @property
@@ -57,16 +61,21 @@ def largest_logits(
     mask: Tensor | None = None,
     block: int = DEFAULT_BLOCK,
 ) -> Tensor:
-    """The largest absolute attention logit of each query head over all visible pairs of positions: ``[H]`` in fp32.
+    """The largest absolute attention logit of each query head, over all visible pairs of positions.
 
     Args:
-        query_BHTD, key_BKSD: as ``scaled_dot_product_attention`` takes them; K divides H, consecutive query heads share a key head.
+        query_BHTD, key_BKSD: as ``scaled_dot_product_attention`` takes them. K divides H;
+            consecutive query heads share a key head.
         scale: factor of the products; ``None``: 1 / sqrt(D).
-        is_causal: a query sees keys up to its own position, aligned at the top left like torch.
-        mask: which pairs are visible, broadcast to ``[B, H, T, S]``: booleans, or numbers of which minus infinity hides.
+        is_causal: a query sees keys up to its own position, aligned at the top left as in torch.
+        mask: which pairs are visible, broadcast to ``[B, H, T, S]``: booleans, or numbers, where
+            minus infinity hides a pair.
         block: positions a side of the blocks of logits. No tensor of T x S is made.
 
-    Products are made in fp32. Not differentiable, not collective, no host synchronisation.
+    Returns:
+        ``[H]`` in fp32; products are computed in fp32.
+
+    Not differentiable, not collective, no host synchronisation.
     """
     num_sequences, num_heads, num_queries, width = query_BHTD.shape
     num_key_heads, num_keys = key_BKSD.shape[1], key_BKSD.shape[2]
@@ -93,17 +102,24 @@ def largest_logits(
 
 
 def clip_factors(largest: Tensor, threshold: float) -> Tensor:
-    """``gamma = min(1, tau / S)`` of each head, exactly one at and below the threshold, and where S is not finite."""
+    """``gamma = min(1, tau / S)`` of each head: ``[H]``.
+
+    It is exactly one where S is at most the threshold, or not finite.
+    """
     return torch.where((largest > threshold) & largest.isfinite(), threshold / largest, 1.0)
 
 
 def row_factors(gamma: Tensor, rows: HeadRows, num_rows: int) -> Tensor:
-    """The factor of each of the ``num_rows`` rows of a whole stored weight: ``[num_rows]`` in fp32, one where none applies.
+    """The factor of each row of a whole stored weight; one for rows of no head.
 
     Args:
-        gamma: ``[H]``, one a query head.
-        rows: the weight's heads; where they are key heads, each takes the smallest gamma of its consecutive query heads.
+        gamma: ``[H]``, one for each query head.
+        rows: the weight's heads. A key head takes the smallest gamma of its query heads, which are
+            consecutive.
         num_rows: of the whole weight.
+
+    Returns:
+        ``[num_rows]`` in fp32.
     """
     shared = gamma.view(rows.num_heads, -1).amin(dim=1)
     each = torch.cat([shared[:, None].pow(power).expand(-1, count) for count, power in rows.sections], dim=1)

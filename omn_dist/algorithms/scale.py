@@ -1,4 +1,4 @@
-"""The shape factor of a matrix update: the one place where the scale is computed."""
+"""The shape factor of a matrix update. No other place computes it."""
 
 import math
 from typing import Literal, get_args
@@ -10,11 +10,18 @@ SCALE_MODES: tuple[str, ...] = get_args(ScaleMode)
 
 
 def adjusted_lr(lr: float, mode: ScaleMode, num_rows: int, num_columns: int) -> float:
-    """``lr`` times the shape factor of a matrix with m = ``num_rows`` outputs and n = ``num_columns`` inputs.
+    """The learning rate times the shape factor of a matrix.
 
-    Modes are named by their formulas, since "spectral" and the like mean different ones in different projects:
-    ``sqrt(max(1, m/n))`` (Muon, torch "original", OMN), ``0.2*sqrt(max(m, n))`` (Moonlight, torch "match_rms_adamw"),
-    ``sqrt(m/n)``, ``sqrt(max(m, n))``, ``1``. The shape is that of the whole matrix, never of a shard or a fused tensor.
+    Args:
+        lr: learning rate.
+        mode: named by its formula, since "spectral" and the like differ between projects.
+            ``sqrt(max(1, m/n))`` is that of Muon, torch's "original" and OMN;
+            ``0.2*sqrt(max(m, n))`` that of Moonlight and torch's "match_rms_adamw".
+        num_rows: outputs m of the whole matrix, never of a shard or a fused tensor.
+        num_columns: inputs n of the same.
+
+    Raises:
+        ValueError: an unknown mode.
     """
     if mode == "sqrt(max(1, m/n))":
         return lr * math.sqrt(max(1, num_rows / num_columns))

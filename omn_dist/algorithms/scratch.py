@@ -1,4 +1,4 @@
-"""Working memory that is allocated once and used again by every call."""
+"""Working memory that is allocated once and used by every call."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,10 @@ from torch import Tensor
 
 
 class Scratch:
-    """Named buffers that only grow. What a caller takes under a name is overwritten by the next taker of that name."""
+    """Named buffers that only grow.
+
+    A tensor stays valid until the same name is taken again: then its content is overwritten.
+    """
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
@@ -16,7 +19,7 @@ class Scratch:
 
     def take(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A contiguous tensor of this shape with arbitrary content."""
-        # Models have few shapes, and a new view of each at every use would be felt in a step.
+        # Models have few shapes, and making a view at every use would cost time in a step.
         view = self._views.get((name, dtype, device, shape))
         if view is None:
             view = self._views[name, dtype, device, shape] = self._buffer(name, math.prod(shape), dtype, device).view(shape)

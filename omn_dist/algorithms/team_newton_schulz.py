@@ -1,14 +1,16 @@
-"""Newton-Schulz of one matrix on a team: each member holds a slice of the long side, and small products are shared out.
+"""Newton-Schulz of one matrix on a team of t ranks, each with a slice of the long side.
 
-With X = [X_1 ... X_t] cut along the long side, ``X X^T`` is the sum of ``X_i X_i^T``, and a step ``X <- a X + P X`` is one of
-each slice. Each step of a member:
+With ``X = [X_1 ... X_t]`` the Gram matrix ``A = X X^T`` is the sum of all ``X_i X_i^T``, and the
+step ``X <- a X + P X`` can be taken slice by slice. In each step a member computes:
 
-1. the Gram matrix of its slice; its row block of the sum over the team, added in the order of members (``exchange``);
-2. the whole Gram matrix from all row blocks (``gather``); its row block of ``P = b A + c A A``;
-3. the whole polynomial from all row blocks (``gather``); its slice of ``a X + P X``.
+1. the Gram matrix of its slice, and its row block of the sum over the team, which it adds in the
+   order of the members (``exchange``);
+2. the whole Gram matrix from all row blocks (``gather``), and its row block of ``P = b A + c A A``;
+3. the whole polynomial P from all row blocks (``gather``), and its slice of ``a X + P X``.
 
-So a member does 1/t of the work. Every entry of A and P is made by one member and sent to the others, so all have the same bits,
-and the result depends on nothing but the matrix and its cuts. It rounds otherwise than one rank's does.
+So a member does 1/t of the work. One member computes each entry of A and P and sends it to the
+others, so all have the same bits. The result depends only on the matrix and how it is cut; it
+rounds differently from one rank's.
 """
 
 from typing import Protocol
@@ -22,36 +24,41 @@ from omn_dist.algorithms.scratch import Scratch
 
 
 class Team(Protocol):
-    """What members say to each other. All members make the same calls in the same order.
+    """The collectives of a team. All members make the same calls in the same order.
 
-    What a call returns may be overwritten by the next call of the same method.
+    The next call of a method may overwrite what its last call returned.
     """
 
     size: int
     """Number of members t."""
 
     def exchange(self, blocks: Tensor) -> Tensor:
-        """``[t, ...]``, block j for member j, to ``[t, ...]``, what each member has for this one."""
+        """Send block j of ``[t, ...]`` to member j; return those for this member: ``[t, ...]``."""
         ...
 
     def gather(self, block: Tensor) -> Tensor:
-        """``[...]`` to ``[t, ...]``, the blocks of all members in their order."""
+        """Send ``[...]`` to all; return the blocks of all members in their order, ``[t, ...]``."""
         ...
 
 
 def orthogonalize_slice(direction: Tensor, recipe: Recipe, team: Team, scratch: Scratch) -> Tensor:
-    """A member's slice of what :func:`~omn_dist.algorithms.newton_schulz.orthogonalize` makes of the whole matrix.
+    """A member's slice of the orthogonalised matrix.
+
+    See :func:`~omn_dist.algorithms.newton_schulz.orthogonalize`.
 
     Args:
-        direction: ``[short side, width of the slice]``, any floating dtype and strides; not changed.
+        direction: ``[short side, width of the slice]``, any floating dtype and strides; not
+            changed.
         recipe: in the standard form; the same for all members.
         team: the members, in the order of their slices.
         scratch: working memory.
 
     Returns:
-        The shape of ``direction``, in the dtype of the iteration and in working memory. Zero gives zero.
+        The shape of ``direction``, in the dtype of the iteration and in working memory. Zero gives
+        zero.
 
-    Collective in the team: an exchange of a few numbers, then three collectives a step (two where the schedule is cubic).
+    Collective in the team: a gather of two numbers, then three collectives a step (two where the
+    schedule is cubic).
     """
     iterate = _normalized(direction, recipe, team)
     short, dtype, device = len(iterate), iterate.dtype, iterate.device
@@ -73,7 +80,7 @@ def orthogonalize_slice(direction: Tensor, recipe: Recipe, team: Team, scratch: 
 
 
 def _normalized(direction: Tensor, recipe: Recipe, team: Team) -> Tensor:
-    """The slice divided as the recipe divides the whole matrix, in the dtype of the iteration; a copy."""
+    """A copy in the dtype of the iteration, divided as the recipe divides the whole matrix."""
     iterate = direction.to(recipe.input_dtype, copy=True).to(recipe.normalization_dtype)
     numbers = torch.stack((iterate.abs().amax().double(), torch.linalg.vector_norm(iterate, dtype=torch.float64)))
     largest, norm = team.gather(numbers).unbind(dim=1)
@@ -89,7 +96,7 @@ def _normalized(direction: Tensor, recipe: Recipe, team: Team) -> Tensor:
 
 
 def _sum(parts: Tensor) -> Tensor:
-    """``[t, ...]`` to ``[...]``, t > 1: added in fp32 from the first to the last, then rounded once."""
+    """Add ``[t, ...]``, t > 1, in fp32 from the first to the last, and round once: ``[...]``."""
     total = parts[0].float() + parts[1]
     for part in parts[2:]:
         total += part

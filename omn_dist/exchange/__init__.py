@@ -1,1 +1,4 @@
-"""Moving directions to their owners and updates back: the only part that talks on a process group during a step."""
+"""Moves directions to their owners and updates back to the shards.
+
+During a step, no other part of the package calls collectives.
+"""

@@ -1,4 +1,4 @@
-"""Row numbers on the messages: fp32 numbers of a matrix's rows, at its owner and in the buffers of a wave."""
+"""Row numbers: fp32 numbers of a matrix's rows, at its owner and in the messages of a wave."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -6,36 +6,42 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from omn_dist.algorithms.row_numbers import NUMBER_BYTES
-from omn_dist.exchange.route import Part, Way
-from omn_dist.plan.layout import Segment
-from omn_dist.plan.matrix import Matrix
+from omn_dist.exchange.route import Phase, Segment
+from omn_dist.plan.geometry.layout import ShardRegion
+from omn_dist.plan.geometry.matrix import NUMBER_BYTES, Matrix
 
 NOTHING = torch.empty(0, 0, dtype=torch.float32)
-"""The row numbers of all matrices that have none."""
+"""An empty tensor: the row numbers of every matrix that has none."""
 
 
-def kept(view: Tensor) -> Tensor:
-    """The same elements in a tensor to keep for all steps, of which there are many.
+def plain_view(view: Tensor) -> Tensor:
+    """The view without autograd's record of how it was made, for views that are kept for all steps.
 
-    It lacks autograd's record of how a view was made, which is two thirds of its memory; and empty ones are all the same.
+    That record is two thirds of the memory of a view. All empty views are one tensor, ``NOTHING``.
     """
     return view.detach() if view.numel() else NOTHING
 
 
 class SharedViews:
-    """Views to keep for all steps, equal ones as one tensor: waves use the same buffers, and most are cut alike."""
+    """Views that are kept for all steps. Equal views are kept as one tensor.
+
+    All waves use the same buffers, and most waves divide a buffer in the same way.
+    """
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]], Tensor] = {}
 
     def keep(self, view: Tensor) -> Tensor:
-        """The tensor that stands for ``view``, a part of a buffer that outlives this."""
+        """The one tensor for all views that are equal to ``view``.
+
+        Views are equal when they have the same address, dtype, shape and strides, so the buffer of
+        ``view`` must live longer than this object.
+        """
         return self._known.setdefault((view.data_ptr(), view.dtype, tuple(view.shape), view.stride()), view.detach())
 
 
 class Returned(NamedTuple):
-    """What the owner says of the rows of a rectangle, next to its update; fp32."""
+    """The numbers that the owner returns with the update of a region, in fp32."""
 
     rows: Tensor
     """``[numbers a row, rows of the operator]``."""
@@ -44,16 +50,16 @@ class Returned(NamedTuple):
 
 
 class StackNumbers(NamedTuple):
-    """The row numbers of one whole matrix at its owner; fp32. ``NOTHING`` for most algorithms."""
+    """The row numbers of one whole matrix at its owner, in fp32; ``NOTHING`` for most rules."""
 
     received: Tensor
     """``[numbers a row, rows of the operator]``: from the shards."""
     returned: Returned
-    """For the shards, written by the algorithm's transform."""
+    """For the shards; the rule's ``transform`` writes it."""
 
 
 def num_stack_numbers(matrices: Iterable[Matrix]) -> int:
-    """Numbers of these matrices at their owner."""
+    """How many row numbers and scalars these matrices have at their owner."""
     return sum(matrix.stack_number_bytes for matrix in matrices) // NUMBER_BYTES
 
 
@@ -61,19 +67,22 @@ def stack_numbers(matrices: Sequence[Matrix], buffer: Tensor) -> list[StackNumbe
     """The numbers of each matrix as views of ``buffer``, one matrix after the other."""
     found, end = [], 0
     for matrix in matrices:
-        counts, num_rows = matrix.row_numbers, matrix.num_rows
+        counts, num_rows = matrix.work.row_numbers, matrix.num_rows
         sizes = [counts.to_owner * num_rows, counts.to_shards * num_rows, counts.scalars]
         received, rows, scalars = torch.split(buffer[end : end + sum(sizes)], sizes)
-        returned = Returned(kept(rows.view(counts.to_shards, num_rows)), kept(scalars))
-        found.append(StackNumbers(kept(received.view(counts.to_owner, num_rows)), returned))
+        returned = Returned(plain_view(rows.view(counts.to_shards, num_rows)), plain_view(scalars))
+        found.append(StackNumbers(plain_view(received.view(counts.to_owner, num_rows)), returned))
         end += sum(sizes)
     return found
 
 
-def rows_of(numbers: Tensor, matrix: Matrix, segment: Segment) -> Tensor:
-    """Of ``[numbers a row, rows of the operator]`` the rows that a rectangle has a part of."""
-    start = segment.matrix_column if matrix.transposed else segment.matrix_row
-    return kept(numbers[:, start : start + matrix.segment_rows(segment)])
+def rows_of(numbers: Tensor, matrix: Matrix, region: ShardRegion) -> Tensor:
+    """The numbers of the rows that a region holds elements of, as a view.
+
+    ``numbers`` are those of the whole matrix: ``[numbers a row, rows of the operator]``.
+    """
+    start = region.matrix_column if matrix.transposed else region.matrix_row
+    return plain_view(numbers[:, start : start + matrix.region_rows(region)])
 
 
 def numbers_at(buffer: Tensor, offset: int, count: int) -> Tensor:
@@ -81,15 +90,15 @@ def numbers_at(buffer: Tensor, offset: int, count: int) -> Tensor:
     return buffer[offset : offset + NUMBER_BYTES * count].view(torch.float32)
 
 
-def part_numbers(buffer: Tensor, matrix: Matrix, part: Part, way: Way) -> Tensor:
-    """The numbers of a rectangle's rows in a message buffer: ``[numbers a row, rows of the operator]``."""
-    per_row = matrix.row_numbers.to_owner if way == "gather" else matrix.row_numbers.to_shards
-    num_rows = matrix.segment_rows(part.segment)
-    return kept(numbers_at(buffer, part.numbers_offset, per_row * num_rows).view(per_row, num_rows))
+def segment_numbers(buffer: Tensor, matrix: Matrix, segment: Segment, phase: Phase) -> Tensor:
+    """The numbers of a region's rows in a message: ``[numbers a row, rows of the operator]``."""
+    per_row = matrix.work.row_numbers.to_owner if phase == "gather" else matrix.work.row_numbers.to_shards
+    num_rows = matrix.region_rows(segment.region)
+    return plain_view(numbers_at(buffer, segment.numbers_offset, per_row * num_rows).view(per_row, num_rows))
 
 
-class Copies(NamedTuple):
-    """Views that are copied in one call; both empty where no algorithm has row numbers."""
+class CopyList(NamedTuple):
+    """Views that are copied in one call; both empty where no rule has row numbers."""
 
     targets: list[Tensor]
     sources: list[Tensor]
@@ -106,28 +115,32 @@ class Copies(NamedTuple):
             self.sources.append(source)
 
 
-Rectangle = tuple[int, Segment, Tensor]
-"""Matrix, rectangle and the numbers of its rows in a message."""
+NumberedRegion = tuple[int, ShardRegion, Tensor]
+"""Matrix, region and the numbers of its rows in a message."""
 
 
-def copies_in(matrices: Sequence[Matrix], whole: Mapping[int, StackNumbers], received: Iterable[Rectangle]) -> Copies:
-    """From received messages into the numbers of whole matrices."""
-    copies = Copies([], [])
-    for index, segment, numbers in received:
-        copies.add(rows_of(whole[index].received, matrices[index], segment), numbers)
+def copies_in(matrices: Sequence[Matrix], whole: Mapping[int, StackNumbers], received: Iterable[NumberedRegion]) -> CopyList:
+    """The copies of row numbers from received messages to whole matrices."""
+    copies = CopyList([], [])
+    for index, region, numbers in received:
+        copies.add(rows_of(whole[index].received, matrices[index], region), numbers)
     return copies
 
 
 def copies_out(
     matrices: Sequence[Matrix],
     whole: Mapping[int, StackNumbers],
-    sent: Iterable[Rectangle],
+    sent: Iterable[NumberedRegion],
     scalars: Mapping[int, Sequence[Tensor]],
-) -> Copies:
-    """From the numbers of whole matrices into the messages for shards; ``scalars`` are the places of each matrix's own."""
-    copies = Copies([], [])
-    for index, segment, numbers in sent:
-        copies.add(numbers, rows_of(whole[index].returned.rows, matrices[index], segment))
+) -> CopyList:
+    """The copies of row numbers and scalars from whole matrices to the messages for shards.
+
+    ``scalars`` has the views that the scalars of a matrix are copied to, one in each message about
+    the matrix.
+    """
+    copies = CopyList([], [])
+    for index, region, numbers in sent:
+        copies.add(numbers, rows_of(whole[index].returned.rows, matrices[index], region))
     for index, places in scalars.items():
         for place in places:
             copies.add(place, whole[index].returned.scalars)

@@ -1,96 +1,46 @@
-"""The pipeline of waves: gather(i + 1) and scatter(i - 1) are in flight while wave i is orthogonalised."""
+"""The pipeline of waves, in which communication and orthogonalisation overlap.
+
+While wave i is orthogonalised, gather(i + 1) and scatter(i - 1) are in flight.
+"""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from omn_dist.algorithms.row_numbers import NUMBER_BYTES
-from omn_dist.algorithms.team_newton_schulz import Team
 from omn_dist.exchange.numbers import (
     NOTHING,
-    Copies,
-    Rectangle,
+    CopyList,
+    NumberedRegion,
     Returned,
     SharedViews,
     StackNumbers,
     copies_in,
     copies_out,
-    kept,
     num_stack_numbers,
     numbers_at,
-    part_numbers,
+    plain_view,
     rows_of,
+    segment_numbers,
     stack_numbers,
 )
-from omn_dist.exchange.route import Part, Passage, Side, WaveRoute, Way, wave_route
+from omn_dist.exchange.route import BufferLayout, Messages, Phase, Segment, WaveRoute, wave_route
 from omn_dist.exchange.teams import make_teams
 from omn_dist.exchange.transport import Pending, Traffic, make_transport
-from omn_dist.plan.layout import Segment
-from omn_dist.plan.matrix import FLAG_BYTES, Matrix
-from omn_dist.plan.ownership import Plan
-
-
-class Place(NamedTuple):
-    """A rectangle of one of this rank's shards. Matrices are named by their index in the plan."""
-
-    matrix: int
-    segment: Segment
-
-
-class MatrixWork(Protocol):
-    """What the pipeline asks of an algorithm, many rectangles or matrices at a time.
-
-    Row numbers are those that the plan's matrices ask for; most ask for none, and theirs are empty tensors.
-    """
-
-    def has_gradient(self, matrix: int) -> bool:
-        """Whether this rank has a gradient for the parameter of the matrix."""
-        ...
-
-    def prepare(self, places: Sequence[Place], directions: Sequence[Tensor], numbers: Sequence[Tensor], *, commit: bool) -> None:
-        """Write the directions and row numbers of local rectangles; a missing gradient counts as zeros.
-
-        ``commit`` lets it bring the momentum of the rectangles up to date as well, where this rank has a gradient; else it
-        changes nothing.
-        """
-        ...
-
-    def commit(self, places: Sequence[Place]) -> None:
-        """Bring the momentum up to date of rectangles that were prepared without."""
-        ...
-
-    def transform(self, matrices: Sequence[int], stack: Tensor, numbers: Sequence[StackNumbers]) -> None:
-        """Directions of whole matrices of one shape to their updates, in place: ``[matrices, stored rows, stored columns]``."""
-        ...
-
-    def transform_slice(self, matrix: int, direction: Tensor, team: Team) -> None:
-        """The direction of a slice ``[stored rows, stored columns]`` to its update, in place, together with its team."""
-        ...
-
-    def apply(
-        self,
-        places: Sequence[Place],
-        updates: Sequence[Tensor],
-        present: Sequence[Tensor | None],
-        returned: Sequence[Returned],
-    ) -> None:
-        """Commit local rectangles.
-
-        ``present`` is None where this rank has a gradient itself, else a scalar: 1 where some rank has one, 0 where none
-        has and nothing may change.
-        """
-        ...
+from omn_dist.exchange.work import IndexedRegion, MatrixWork
+from omn_dist.plan.geometry.layout import ShardRegion
+from omn_dist.plan.geometry.matrix import FLAG_BYTES, NUMBER_BYTES, Matrix
+from omn_dist.plan.plan import Plan
 
 
 class _Presence(NamedTuple):
-    """Flags of one message as they lie in it."""
+    """The flags of one message: does its sender have a gradient?"""
 
     matrices: tuple[int, ...]
     flags: Tensor
@@ -99,26 +49,26 @@ class _Presence(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Views:
-    """A side of a wave as views of its buffer."""
+    """Views of one buffer of a wave: what is sent or received in one phase."""
 
     buffer: Tensor
-    places: list[Place]
+    regions: list[IndexedRegion]
     tensors: list[Tensor]
     numbers: list[Tensor]
     """Parallel to ``tensors``: the numbers of their rows."""
     presences: list[_Presence]
     scalars: dict[int, list[Tensor]]
-    """Of each matrix that has some, what follows the flag in each message from its owner."""
+    """By matrix, if it has scalars: the numbers after its flag, in each message from its owner."""
 
     def flags(self, matrix: int) -> list[Tensor]:
-        """Of a matrix, one scalar a message. Looked up only where a gradient is missing."""
+        """The flags of a matrix, one scalar a message. Read only where a gradient is missing."""
         return [flags[matrices.index(matrix)] for matrices, flags in self.presences if matrix in matrices]
 
     @property
-    def rectangles(self) -> Iterator[Rectangle]:
-        """The numbers with the rectangles that they are about."""
-        for (matrix, segment), numbers in zip(self.places, self.numbers, strict=True):
-            yield matrix, segment, numbers
+    def numbered_regions(self) -> Iterator[NumberedRegion]:
+        """The numbers of rows with the regions that they belong to."""
+        for (matrix, region), numbers in zip(self.regions, self.numbers, strict=True):
+            yield matrix, region, numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,23 +82,23 @@ class _Stacked:
 
 @dataclass(frozen=True, slots=True)
 class _Wave:
-    """What a wave needs in every step. Its route is not among it, only what was made from it."""
+    """The views that a wave needs in every step, made once from its route."""
 
     gather_sent: _Views
     gather_received: _Views
     scatter_sent: _Views
     scatter_received: _Views
     stacked: _Stacked
-    own_places: list[Place]
+    own_regions: list[IndexedRegion]
     own_tensors: list[Tensor]
-    """Views of the stack: what does not travel."""
+    """Views of the stack. What this rank holds of the matrices that it owns is not sent."""
     own_numbers: list[Tensor]
     own_returned: list[Returned]
     received_returned: list[Returned]
-    """Parallel to what ``scatter_received`` holds."""
-    numbers_in: Copies
-    """Row numbers of what travels, into the stack."""
-    numbers_out: Copies
+    """Parallel to the regions of ``scatter_received``."""
+    numbers_in: CopyList
+    """Copies of received row numbers into those of whole matrices."""
+    numbers_out: CopyList
 
 
 _Slot = tuple[Tensor, Tensor]
@@ -158,7 +108,8 @@ _Slot = tuple[Tensor, Tensor]
 class Pipeline:
     """Executes one plan on one rank.
 
-    Memory is allocated once: a slot (sent and received bytes) for gathers, one for scatters, and the stack of whole matrices.
+    Memory is allocated once: a slot (sent and received bytes) for gathers, one for scatters, and
+    the stack of whole matrices.
     """
 
     def __init__(
@@ -189,17 +140,21 @@ class Pipeline:
     def _routes(self) -> list[WaveRoute]:
         return [wave_route(self.plan, self._rank, wave) for wave in self.plan.waves]
 
-    def _slot(self, passages: Sequence[Passage]) -> _Slot:
-        """Sent and received bytes of the largest of these passages."""
+    def _slot(self, messages: Sequence[Messages]) -> _Slot:
+        """Sent and received bytes of the largest of these messages."""
         sizes = (
-            max((passage.sent.num_bytes for passage in passages), default=0),
-            max((passage.received.num_bytes for passage in passages), default=0),
+            max((message.sent.num_bytes for message in messages), default=0),
+            max((message.received.num_bytes for message in messages), default=0),
         )
         sent, received = (torch.zeros(size, device=self.device, dtype=torch.uint8) for size in sizes)
         return sent, received
 
     def _made_waves(self, routes: list[WaveRoute], gather_slots: Sequence[_Slot]) -> list[_Wave]:
-        """Empties ``routes``: together they would take more than half of what is made of them."""
+        """The waves of these routes. ``routes`` is empty afterwards.
+
+        Each route is dropped once its wave is made: routes take more than half of the memory of
+        waves.
+        """
         shared = SharedViews()
         return [self._wave(routes.pop(0), slot, shared) for slot in gather_slots]
 
@@ -217,16 +172,16 @@ class Pipeline:
             sent,
             back,
             stacked,
-            [Place(*own) for own in route.own],
-            [shared.keep(_cut(stacked.by_matrix[matrix], segment)) for matrix, segment in route.own],
-            [rows_of(whole[matrix].received, matrices[matrix], segment) for matrix, segment in route.own],
+            [IndexedRegion(*own) for own in route.own],
+            [shared.keep(_region_of(stacked.by_matrix[matrix], region)) for matrix, region in route.own],
+            [rows_of(whole[matrix].received, matrices[matrix], region) for matrix, region in route.own],
             [
-                Returned(rows_of(whole[matrix].returned.rows, matrices[matrix], segment), whole[matrix].returned.scalars)
-                for matrix, segment in route.own
+                Returned(rows_of(whole[matrix].returned.rows, matrices[matrix], region), whole[matrix].returned.scalars)
+                for matrix, region in route.own
             ],
-            [Returned(rows, back.scalars.get(matrix, [NOTHING])[0]) for matrix, _, rows in back.rectangles],
-            copies_in(matrices, whole, received.rectangles),
-            copies_out(matrices, whole, sent.rectangles, sent.scalars),
+            [Returned(rows, back.scalars.get(matrix, [NOTHING])[0]) for matrix, _, rows in back.numbered_regions],
+            copies_in(matrices, whole, received.numbered_regions),
+            copies_out(matrices, whole, sent.numbered_regions, sent.scalars),
         )
 
     @property
@@ -241,9 +196,10 @@ class Pipeline:
         return sum(buffer.numel() * buffer.element_size() for buffer in (*slots, self._stack, self._numbers))
 
     def begin_early(self) -> None:
-        """From here to the next step gathers may leave early. Drops what left before and no step took.
+        """Allow gathers to start before the next step.
 
-        Every wave gets a gather slot of its own, once.
+        Early gathers whose step was never taken are discarded, as by :meth:`drop_early`. The first
+        call allocates a gather slot for every wave.
         """
         self.drop_early()
         if len(self._gather_slots) < len(self._waves):
@@ -253,9 +209,10 @@ class Pipeline:
         self._early = {}
 
     def drop_early(self) -> None:
-        """Forget what left early for a step that never came. Collective when :meth:`begin_early` was the last call.
+        """Discard early gathers whose step was never taken. Collective after :meth:`begin_early`.
 
-        Gathers that did not leave are made up for, so that all ranks have been through the same ones.
+        Gathers that this rank did not start are started now, so that all ranks have made the same
+        ones.
         """
         if self._early is None:
             return
@@ -267,14 +224,15 @@ class Pipeline:
             pending.wait()
         self._early = None
 
-    def places_sent(self, number: int) -> Sequence[Place]:
-        """The rectangles of this rank that travel to owners in a wave."""
-        return self._waves[number].gather_sent.places
+    def regions_sent(self, number: int) -> Sequence[IndexedRegion]:
+        """The regions that this rank sends to owners in a wave."""
+        return self._waves[number].gather_sent.regions
 
     def gather_early(self, number: int, work: MatrixWork) -> None:
-        """Let the directions of a wave leave before the step, without a change of momentum.
+        """Start the gather of a wave before the step. State does not change.
 
-        All ranks let the same waves leave in the same order, from the last to the first; ``run`` makes up for those that did not.
+        All ranks start waves in the same order, from the last to the first. :meth:`run` starts the
+        rest.
         """
         assert self._early is not None, "begin_early comes first"
         self._early[number] = self._launch_gather(number, work, commit=False)
@@ -283,11 +241,15 @@ class Pipeline:
         return list(reversed(range(len(self._waves))))
 
     def run(self, work: MatrixWork, local_work: Callable[[], None]) -> None:
-        """One step of all waves. Collective: all ranks of the plan call it, with whatever gradients they have.
+        """Run one step of all waves. Collective: all ranks of the plan call it.
 
-        After :meth:`begin_early` on all ranks, waves go from the last to the first, like gradients in backward, and all gathers
-        are in flight at once. ``local_work`` is called once, beside a transfer that no wave's work hides: the first gather, or
-        where gathers left early the last scatter. What is left of the momentum then is brought up to date there too.
+        Gradients may be missing on any rank. ``local_work`` is called once, during the first
+        gather, which no wave's work overlaps.
+
+        After :meth:`begin_early` on all ranks, waves run from the last to the first, the order in
+        which backward completes gradients, and all gathers are in flight at once. ``local_work``
+        is then called during the last scatter. So is the commit of the state that early gathers
+        did not change.
         """
         early, self._early = self._early, None
         order = list(range(len(self._waves))) if early is None else self._early_order()
@@ -310,7 +272,7 @@ class Pipeline:
             scattering = number, self._launch_scatter(number, work, present)
             self._apply_own(number, work, present)
         for number in uncommitted:
-            work.commit(self._waves[number].gather_sent.places)
+            work.commit(self._waves[number].gather_sent.regions)
         if early is not None:
             local_work()
         if scattering is not None:
@@ -331,24 +293,30 @@ class Pipeline:
                 else:
                     for flag, value in zip(flags.unbind(), present, strict=True):
                         flag.fill_(value)
-            work.prepare(wave.gather_sent.places, wave.gather_sent.tensors, wave.gather_sent.numbers, commit=commit)
+            work.prepare(wave.gather_sent.regions, wave.gather_sent.tensors, wave.gather_sent.numbers, commit=commit)
             return self._transport.gather(number, wave.gather_sent.buffer, wave.gather_received.buffer)
 
     def _unpack(self, number: int, work: MatrixWork) -> dict[int, Tensor]:
-        """Whole directions into the stack; returns for each owned matrix whether any rank has a gradient (a scalar)."""
+        """Copy whole directions into the stack, and say which owned matrices have a gradient.
+
+        Returns a scalar for each owned matrix: one where any rank has a gradient, else zero.
+        """
         wave = self._waves[number]
         with record_function(f"omn_dist::unpack({number})"):
             received = wave.gather_received
-            if received.places:
+            if received.regions:
                 torch._foreach_copy_(
-                    [_cut(wave.stacked.by_matrix[matrix], segment) for matrix, segment in received.places], received.tensors
+                    [_region_of(wave.stacked.by_matrix[matrix], region) for matrix, region in received.regions], received.tensors
                 )
             wave.numbers_in.run()
-            work.prepare(wave.own_places, wave.own_tensors, wave.own_numbers, commit=True)
+            work.prepare(wave.own_regions, wave.own_tensors, wave.own_numbers, commit=True)
             return {matrix: self._any_gradient(work, matrix, received) for matrix in wave.stacked.by_matrix}
 
     def _any_gradient(self, work: MatrixWork, matrix: int, received: _Views) -> Tensor:
-        """One where this rank or one that sent a flag has a gradient, else zero; never read on the host here."""
+        """One where this rank or one that sent a flag has a gradient, else zero.
+
+        The host does not read it.
+        """
         if work.has_gradient(matrix):
             return self._one
         flags = received.flags(matrix)
@@ -361,7 +329,7 @@ class Pipeline:
                 if first not in self._teams:
                     work.transform(matrices, stack, numbers)
                     continue
-                # A gradient of any part of the matrix is one of the whole.
+                # The matrix has a gradient if any of its slices has one.
                 present[first] = self._teams[first].gather(present[first]).amax()
                 work.transform_slice(first, stack[0], self._teams[first])
 
@@ -371,21 +339,21 @@ class Pipeline:
             sent = wave.scatter_sent
             for matrices, flags in sent.presences:
                 torch.stack([present[matrix] for matrix in matrices], out=flags)
-            if sent.places:
+            if sent.regions:
                 torch._foreach_copy_(
-                    sent.tensors, [_cut(wave.stacked.by_matrix[matrix], segment) for matrix, segment in sent.places]
+                    sent.tensors, [_region_of(wave.stacked.by_matrix[matrix], region) for matrix, region in sent.regions]
                 )
             wave.numbers_out.run()
             return self._transport.scatter(number, sent.buffer, wave.scatter_received.buffer)
 
     def _apply(self, number: int, work: MatrixWork) -> None:
-        """Commit the parts of wave ``number`` that other ranks own."""
+        """Apply the updates of wave ``number`` that other ranks own."""
         received = self._waves[number].scatter_received
         with record_function(f"omn_dist::apply({number})"):
             work.apply(
-                received.places,
+                received.regions,
                 received.tensors,
-                [None if work.has_gradient(matrix) else received.flags(matrix)[0] for matrix, _ in received.places],
+                [None if work.has_gradient(matrix) else received.flags(matrix)[0] for matrix, _ in received.regions],
                 self._waves[number].received_returned,
             )
 
@@ -393,28 +361,28 @@ class Pipeline:
         wave = self._waves[number]
         with record_function(f"omn_dist::apply_own({number})"):
             work.apply(
-                wave.own_places,
+                wave.own_regions,
                 wave.own_tensors,
-                [None if work.has_gradient(matrix) else present[matrix] for matrix, _ in wave.own_places],
+                [None if work.has_gradient(matrix) else present[matrix] for matrix, _ in wave.own_regions],
                 wave.own_returned,
             )
 
-    def _views(self, side: Side, buffer: Tensor, way: Way, shared: SharedViews) -> _Views:
-        buffer = shared.keep(buffer[: side.num_bytes])
+    def _views(self, layout: BufferLayout, buffer: Tensor, phase: Phase, shared: SharedViews) -> _Views:
+        buffer = shared.keep(buffer[: layout.num_bytes])
         presences = []
         scalars: dict[int, list[Tensor]] = {}
-        for matrices, offset, pitch in side.flags:
+        for matrices, offset, pitch in layout.flags:
             # A row for each matrix: its flag, then its scalars.
             heads = numbers_at(buffer, offset, len(matrices) * pitch // NUMBER_BYTES).view(len(matrices), -1)
             presences.append(_Presence(matrices, shared.keep(heads[:, 0])))
             if pitch > FLAG_BYTES:
                 for matrix, head in zip(matrices, heads, strict=True):
-                    scalars.setdefault(matrix, []).append(kept(head[1:]))
+                    scalars.setdefault(matrix, []).append(plain_view(head[1:]))
         return _Views(
             buffer,
-            [Place(part.matrix, part.segment) for part in side.parts],
-            [shared.keep(self._part(buffer, part)) for part in side.parts],
-            [part_numbers(buffer, self.plan.matrices[part.matrix], part, way) for part in side.parts],
+            [IndexedRegion(segment.matrix, segment.region) for segment in layout.segments],
+            [shared.keep(self._segment(buffer, segment)) for segment in layout.segments],
+            [segment_numbers(buffer, self.plan.matrices[segment.matrix], segment, phase) for segment in layout.segments],
             presences,
             scalars,
         )
@@ -422,10 +390,10 @@ class Pipeline:
     def _owned(self, route: WaveRoute) -> list[Matrix]:
         return [self.plan.matrices[index] for group in route.owned for index in group.matrices]
 
-    def _part(self, buffer: Tensor, part: Part) -> Tensor:
-        segment = part.segment
-        end = part.offset + segment.num_elements * self._dtype.itemsize
-        return buffer[part.offset : end].view(self._dtype).view(segment.num_rows, segment.num_columns)
+    def _segment(self, buffer: Tensor, segment: Segment) -> Tensor:
+        region = segment.region
+        end = segment.offset + region.num_elements * self._dtype.itemsize
+        return buffer[segment.offset : end].view(self._dtype).view(region.num_rows, region.num_columns)
 
     def _stack_views(self, route: WaveRoute, shared: SharedViews) -> _Stacked:
         groups = []
@@ -444,8 +412,8 @@ class Pipeline:
         return _Stacked(groups, by_matrix, numbers_by_matrix)
 
 
-def _cut(matrix: Tensor, segment: Segment) -> Tensor:
+def _region_of(matrix: Tensor, region: ShardRegion) -> Tensor:
     return matrix[
-        segment.matrix_row : segment.matrix_row + segment.num_rows,
-        segment.matrix_column : segment.matrix_column + segment.num_columns,
+        region.matrix_row : region.matrix_row + region.num_rows,
+        region.matrix_column : region.matrix_column + region.num_columns,
     ]

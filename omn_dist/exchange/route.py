@@ -1,36 +1,36 @@
-"""Where every rectangle of a wave lies in the buffers of one rank: offsets worked out once, from the plan alone."""
+"""Offsets of every region of a wave in the buffers of one rank, computed once from the plan."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal, NamedTuple
 
-from omn_dist.algorithms.row_numbers import NUMBER_BYTES, RowNumbers
-from omn_dist.plan.layout import Segment
-from omn_dist.plan.matrix import FLAG_BYTES, MESSAGE_ALIGNMENT, Slice
-from omn_dist.plan.ownership import Plan
+from omn_dist.plan.geometry.layout import ShardRegion
+from omn_dist.plan.geometry.matrix import FLAG_BYTES, MESSAGE_ALIGNMENT, NUMBER_BYTES, RowNumbers, TeamSlice
+from omn_dist.plan.plan import Plan
 
 STACK_ALIGNMENT = 64
-"""Bytes. Every matrix starts on a cache line, so that matrix kernels see the alignment of a tensor of its own."""
+"""Bytes. Every matrix starts on a cache line, as a tensor of its own would, for matrix kernels."""
+
+Phase = Literal["gather", "scatter"]
+"""Of a wave. ``gather``: directions from shards to owners. ``scatter``: updates back to shards."""
 
 
-Way = Literal["gather", "scatter"]
-
-
-class Part(NamedTuple):
-    """One rectangle of a matrix in a flat buffer, row-major, and the numbers of its rows; offsets are in bytes."""
+class Segment(NamedTuple):
+    """The range of a buffer that holds one region of a matrix, row-major. Offsets are in bytes."""
 
     matrix: int
-    segment: Segment
+    region: ShardRegion
     offset: int
     numbers_offset: int
-    """``[numbers a row, rows]`` in fp32, empty for most algorithms."""
+    """Offset of the region's row numbers, ``[numbers a row, rows]`` in fp32; most have none."""
 
 
 class Flags(NamedTuple):
-    """Neighbouring fp32 numbers of one message that say whether its sender has a gradient for each of these matrices.
+    """Consecutive fp32 numbers of a message: whether its sender has a gradient for these matrices.
 
-    On the way back, the scalars of a matrix's algorithm follow its flag. ``offset`` and ``pitch`` in bytes.
+    In a scatter, the scalars of a matrix (see ``RowNumbers``) follow its flag. ``offset`` and
+    ``pitch``, the distance between flags, are in bytes.
     """
 
     matrices: tuple[int, ...]
@@ -39,13 +39,13 @@ class Flags(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Side:
-    """The arrangement of one flat buffer: what is said to (or by) each other rank, in rank order."""
+class BufferLayout:
+    """The content of one flat buffer: the messages to, or from, each other rank in rank order."""
 
-    parts: tuple[Part, ...]
+    segments: tuple[Segment, ...]
     flags: tuple[Flags, ...]
     num_bytes_by_rank: tuple[int, ...]
-    """Bytes to or from each rank."""
+    """Bytes of the message to or from each rank."""
 
     @property
     def num_bytes(self) -> int:
@@ -54,15 +54,18 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Passage:
-    """One way of a wave for one rank: what it sends and what it receives."""
+class Messages:
+    """What one rank sends and receives in one phase of a wave."""
 
-    sent: Side
-    received: Side
+    sent: BufferLayout
+    received: BufferLayout
 
 
 class StackGroup(NamedTuple):
-    """Matrices of one stored shape that a rank owns in a wave: a batch in its stack. ``offset`` and ``pitch`` in elements."""
+    """Matrices of one stored shape that a rank owns in a wave: a batch in its stack.
+
+    ``offset`` and ``pitch``, the distance between matrices, are in elements.
+    """
 
     matrices: tuple[int, ...]
     offset: int
@@ -71,57 +74,61 @@ class StackGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class WaveRoute:
-    """One wave as one rank sees it."""
+    """What one rank owns, keeps, sends and receives in one wave."""
 
     owned: tuple[StackGroup, ...]
-    own: tuple[tuple[int, Segment], ...]
-    """What this rank holds of its own matrices: it does not travel."""
-    gather: Passage
+    own: tuple[tuple[int, ShardRegion], ...]
+    """What this rank holds of the matrices that it owns: matrix and region. It is not sent."""
+    gather: Messages
     """From shards to owners, within the owner's copy of the parameter."""
-    scatter: Passage
-    """From owners to the shards of all copies."""
+    scatter: Messages
+    """From owners to the shards of all copies of the parameter."""
     num_stack_elements: int
 
 
 def wave_route(plan: Plan, rank: int, wave: tuple[int, ...]) -> WaveRoute:
     """The route of ``wave`` (indices of matrices) for ``rank``."""
     groups, num_stack_elements = _stack(plan, [index for index in wave if plan.owners[index] == rank])
-    own = tuple((index, segment) for group in groups for index in group.matrices for segment in plan.matrices[index].segments(rank))
+    own = tuple(
+        (index, region) for group in groups for index in group.matrices for region in plan.matrices[index].shard_regions(rank)
+    )
     by_owner: list[list[int]] = [[] for _ in range(plan.world_size)]
     for index in wave:
         by_owner[plan.owners[index]].append(index)
-    others = range(plan.world_size)
+    ranks = range(plan.world_size)
     mine = by_owner[rank]
 
     def of_copy(indices: list[int], holder: int) -> list[int]:
-        return [index for index in indices if speaks(plan, index, holder)]
+        return [index for index in indices if is_gathered_from(plan, index, holder)]
 
-    # What I say of my shards to each owner, and what each rank says of its shards to me.
-    gather = Passage(
-        _side(plan, "gather", ((rank, of_copy(by_owner[owner], rank) if owner != rank else []) for owner in others)),
-        _side(plan, "gather", ((holder, of_copy(mine, holder) if holder != rank else []) for holder in others)),
+    # Sent: this rank's shards, to each owner. Received: each rank's shards of the matrices owned
+    # here.
+    gather = Messages(
+        _buffer_layout(plan, "gather", ((rank, of_copy(by_owner[owner], rank) if owner != rank else []) for owner in ranks)),
+        _buffer_layout(plan, "gather", ((holder, of_copy(mine, holder) if holder != rank else []) for holder in ranks)),
     )
-    # What I say to each rank of the matrices that I own, and what each owner says of my shards.
-    scatter = Passage(
-        _side(plan, "scatter", ((holder, mine if holder != rank else []) for holder in others)),
-        _side(plan, "scatter", ((rank, by_owner[owner] if owner != rank else []) for owner in others)),
+    # Sent: updates for each rank's shards. Received: from each owner, updates for this rank's
+    # shards.
+    scatter = Messages(
+        _buffer_layout(plan, "scatter", ((holder, mine if holder != rank else []) for holder in ranks)),
+        _buffer_layout(plan, "scatter", ((rank, by_owner[owner] if owner != rank else []) for owner in ranks)),
     )
     return WaveRoute(groups, own, gather, scatter, num_stack_elements)
 
 
-def speaks(plan: Plan, index: int, rank: int) -> bool:
-    """Whether the shards of ``rank`` are those that the owner of a matrix hears; equal copies elsewhere only get the update."""
-    replica = plan.matrices[index].held.replica
+def is_gathered_from(plan: Plan, index: int, rank: int) -> bool:
+    """Whether the copy of ``rank`` is the one that is gathered. All copies get the update."""
+    replica = plan.matrices[index].holdings.replica
     return bool(replica[rank] == replica[plan.owners[index]])
 
 
 def _stack(plan: Plan, owned: list[int]) -> tuple[tuple[StackGroup, ...], int]:
-    alignment = STACK_ALIGNMENT // plan.wire_itemsize
-    by_shape: dict[tuple[int, int, bool, RowNumbers, Slice | None], list[int]] = {}
-    # Slices come first, each on its own: their teams start a wave together.
+    alignment = STACK_ALIGNMENT // plan.communication_itemsize
+    by_shape: dict[tuple[int, int, bool, RowNumbers, TeamSlice | None], list[int]] = {}
+    # Slices first, each in a group of its own: their teams start a wave together.
     for index in sorted(owned, key=lambda index: plan.matrices[index].slice is None):
         matrix = plan.matrices[index]
-        key = (matrix.stored_rows, matrix.stored_columns, matrix.transposed, matrix.row_numbers, matrix.slice)
+        key = (matrix.stored_rows, matrix.stored_columns, matrix.transposed, matrix.work.row_numbers, matrix.slice)
         by_shape.setdefault(key, []).append(index)
     groups, end = [], 0
     for (num_rows, num_columns, *_), indices in by_shape.items():
@@ -131,26 +138,26 @@ def _stack(plan: Plan, owned: list[int]) -> tuple[tuple[StackGroup, ...], int]:
     return tuple(groups), end
 
 
-def _side(plan: Plan, way: Way, messages: Iterable[tuple[int, list[int]]]) -> Side:
-    """``messages``: for each rank in turn, whose shards the message is about, and of which matrices."""
-    parts, flags, sizes, offset = [], [], [], 0
+def _buffer_layout(plan: Plan, phase: Phase, messages: Iterable[tuple[int, list[int]]]) -> BufferLayout:
+    """The layout of messages, each given by the rank of its shards and its matrices' indices."""
+    segments, flags, sizes, offset = [], [], [], 0
     for holder, indices in messages:
         start = offset
-        spoken_of = [index for index in indices if plan.matrices[index].held.elements[holder]]
-        scalars = {index: plan.matrices[index].row_numbers.scalars if way == "scatter" else 0 for index in spoken_of}
-        for num_scalars, alike in groupby(spoken_of, key=scalars.__getitem__):
+        present = [index for index in indices if plan.matrices[index].holdings.elements[holder]]
+        scalars = {index: plan.matrices[index].work.row_numbers.scalars if phase == "scatter" else 0 for index in present}
+        for num_scalars, alike in groupby(present, key=scalars.__getitem__):
             flags.append(Flags(tuple(alike), offset, FLAG_BYTES + NUMBER_BYTES * num_scalars))
             offset += flags[-1].pitch * len(flags[-1].matrices)
-        for index in spoken_of:
+        for index in present:
             matrix = plan.matrices[index]
-            per_row = matrix.row_numbers.to_owner if way == "gather" else matrix.row_numbers.to_shards
-            segments = matrix.segments(holder)
-            numbers = offset + sum(segment.num_elements for segment in segments) * plan.wire_itemsize
+            per_row = matrix.work.row_numbers.to_owner if phase == "gather" else matrix.work.row_numbers.to_shards
+            regions = matrix.shard_regions(holder)
+            numbers = offset + sum(region.num_elements for region in regions) * plan.communication_itemsize
             numbers += -numbers % MESSAGE_ALIGNMENT
-            for segment in segments:
-                parts.append(Part(index, segment, offset, numbers))
-                offset += segment.num_elements * plan.wire_itemsize
-                numbers += NUMBER_BYTES * per_row * matrix.segment_rows(segment)
+            for region in regions:
+                segments.append(Segment(index, region, offset, numbers))
+                offset += region.num_elements * plan.communication_itemsize
+                numbers += NUMBER_BYTES * per_row * matrix.region_rows(region)
             offset = numbers
         sizes.append(offset - start)
-    return Side(tuple(parts), tuple(flags), tuple(sizes))
+    return BufferLayout(tuple(segments), tuple(flags), tuple(sizes))

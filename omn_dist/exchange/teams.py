@@ -1,4 +1,4 @@
-"""Teams in execution: the exchanges of the ranks that work on one matrix, each team on a process group of its own."""
+"""Collectives of the teams of ranks that work on one matrix, each on a process group of its own."""
 
 from collections.abc import Mapping
 
@@ -11,13 +11,14 @@ from typing_extensions import override
 from omn_dist.algorithms.scratch import Scratch
 from omn_dist.algorithms.team_newton_schulz import Team
 from omn_dist.exchange.transport import Traffic, all_gather_single
-from omn_dist.plan.ownership import Plan
+from omn_dist.plan.plan import Plan
 
 
 class GroupTeam(Team):
-    """A team whose members are the ranks of a process group, in its order. Every call is collective over them.
+    """A team of the ranks of a process group, in the order of the group.
 
-    Receives into ``scratch``, which all teams of a pipeline share.
+    It receives into ``scratch``, which all teams of a pipeline share. Every call is collective over
+    the group.
     """
 
     def __init__(self, group: dist.ProcessGroup, traffic: Traffic, scratch: Scratch) -> None:
@@ -52,10 +53,16 @@ class GroupTeam(Team):
 def make_teams(
     plan: Plan, rank: int, groups: Mapping[tuple[int, ...], dist.ProcessGroup], traffic: Traffic
 ) -> dict[int, GroupTeam]:
-    """The team of each slice that ``rank`` owns, by the slice's index in the plan; ``groups`` by the plan's ranks.
+    """The team of each slice that ``rank`` owns, by the slice's index in the plan.
 
-    Every rank works for its teams in the order of waves, and in a wave in the plan's order, so no two wait for each other in a
-    circle, however teams overlap.
+    Every rank calls its teams in the order of waves, and in a wave in the order of the plan. So
+    ranks of overlapping teams never wait for each other in a circle.
+
+    Args:
+        plan: with slices.
+        rank: this process, among the ranks of the plan.
+        groups: the process group of each team that ``rank`` is in, by the team's ranks in the plan.
+        traffic: counts what the teams send.
     """
     scratch = Scratch()
     return {
@@ -66,5 +73,5 @@ def make_teams(
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """Flat bytes, which every backend moves whatever their dtype; shares memory."""
+    """The tensor as flat bytes, which every backend sends whatever the dtype; a view."""
     return tensor.view(-1).view(torch.uint8)

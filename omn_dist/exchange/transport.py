@@ -1,4 +1,4 @@
-"""How a wave's buffers cross the process group: asynchronous, counted, with the same bits whichever way is taken."""
+"""Transports of a wave's buffers over the process group: asynchronous, counted, equal in result."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from omn_dist.exchange.route import Passage, WaveRoute
-from omn_dist.plan.ownership import Plan
-from omn_dist.plan.traffic import Counts, message_bytes
+from omn_dist.exchange.route import Messages, WaveRoute
+from omn_dist.plan.geometry.traffic import Counts
+from omn_dist.plan.plan import Plan
 
 # torch 2.13 renamed it; both take (output, input, group, async_op).
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -19,7 +19,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 @dataclass
 class Traffic:
-    """What went over the process group: counted where it is handed to the collective."""
+    """What this rank has sent, counted where it is given to a collective."""
 
     num_collectives: int = 0
     num_bytes_sent: int = 0
@@ -27,37 +27,40 @@ class Traffic:
 
 
 class Pending:
-    """Transfers in flight. ``wait`` makes the current stream (on CPU: the caller) wait and then finishes the delivery."""
+    """Transfers in flight. ``wait`` makes the current stream wait for them (on CPU the caller)."""
 
-    def __init__(self, works: Sequence[dist.Work | None] = (), deliver: Callable[[], None] | None = None) -> None:
+    def __init__(self, works: Sequence[dist.Work | None] = (), unpack: Callable[[], None] | None = None) -> None:
         self._works = works
-        self._deliver = deliver
+        self._unpack = unpack
 
     def wait(self) -> None:
-        """Return when what follows may read the buffers that were filled, and overwrite those that were sent."""
+        """After this, received buffers may be read and sent buffers overwritten."""
         for work in self._works:
             if work is not None:
                 work.wait()
-        if self._deliver is not None:
-            self._deliver()
+        if self._unpack is not None:
+            self._unpack()
 
 
 class WaveTransport(Protocol):
-    """Collective: all ranks of the group call the same methods in the same order. Buffers are flat bytes."""
+    """Moves the buffers of waves, which are flat bytes.
+
+    Collective: all ranks of the group call the same methods in the same order.
+    """
 
     traffic: Traffic
 
     def gather(self, number: int, sent: Tensor, received: Tensor) -> Pending:
-        """Wave ``number``: from shards to owners."""
+        """Start the transfer of wave ``number`` from shards to owners."""
         ...
 
     def scatter(self, number: int, sent: Tensor, received: Tensor) -> Pending:
-        """Wave ``number``: from owners to shards."""
+        """Start the transfer of wave ``number`` from owners to shards."""
         ...
 
 
 class Local(WaveTransport):
-    """For a plan of one rank: nothing moves."""
+    """The transport of a plan of one rank: nothing is sent."""
 
     def __init__(self) -> None:
         self.traffic = Traffic()
@@ -72,7 +75,7 @@ class Local(WaveTransport):
 
 
 class AllToAll(WaveTransport):
-    """One uneven all-to-all each way."""
+    """One uneven all-to-all to owners and one back."""
 
     def __init__(self, plan: Plan, routes: Sequence[WaveRoute], group: dist.ProcessGroup) -> None:
         self.traffic = Traffic()
@@ -99,20 +102,21 @@ class AllToAll(WaveTransport):
 
 
 class _Sizes(NamedTuple):
-    """Bytes from and to each rank: all that an all-to-all needs of a route."""
+    """Bytes from and to each rank, the arguments of an all-to-all."""
 
     received: list[int]
     sent: list[int]
 
     @classmethod
-    def of(cls, passage: Passage) -> Self:
-        return cls(list(passage.received.num_bytes_by_rank), list(passage.sent.num_bytes_by_rank))
+    def of(cls, messages: Messages) -> Self:
+        return cls(list(messages.received.num_bytes_by_rank), list(messages.sent.num_bytes_by_rank))
 
 
 class AllGather(WaveTransport):
-    """All-gather of the wave's directions, scatter of each owner's updates: no all-to-all is needed.
+    """All-gather of the wave's directions, then a scatter of each owner's updates.
 
-    Messages are padded to one length, so it sends more, and it holds the whole wave on every rank in buffers of its own.
+    It sends more than all-to-all does: messages are padded to one length, and every rank receives
+    the whole wave, in buffers beside the slots.
     """
 
     def __init__(self, plan: Plan, rank: int, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -120,7 +124,7 @@ class AllGather(WaveTransport):
         self._rank = rank
         self._group = group
         self._ranks = dist.get_process_group_ranks(group)
-        counts = [message_bytes(plan.matrices, plan.owners, wave, plan.world_size, plan.wire_itemsize) for wave in plan.waves]
+        counts = list(plan.messages())
         self._gather_counts: list[Counts] = [gather for gather, _ in counts]
         self._scatter_counts: list[Counts] = [scatter for _, scatter in counts]
         longest = max((int(gather.sum(axis=1).max()) for gather in self._gather_counts), default=0)
@@ -144,7 +148,7 @@ class AllGather(WaveTransport):
         self.traffic.num_bytes_sent += length * (num_ranks - 1)
         work = all_gather_single(everything, mine, group=self._group, async_op=True)
 
-        def deliver() -> None:
+        def unpack_gathered() -> None:
             end = 0
             for source in range(num_ranks):
                 size = int(counts[source, self._rank])
@@ -152,13 +156,13 @@ class AllGather(WaveTransport):
                 received[end : end + size].copy_(everything[start : start + size])
                 end += size
 
-        return Pending((work,), deliver)
+        return Pending((work,), unpack_gathered)
 
     @override
     def scatter(self, number: int, sent: Tensor, received: Tensor) -> Pending:
         counts, num_ranks = self._scatter_counts[number], len(self._ranks)
         works: list[dist.Work | None] = []
-        places = []
+        copies = []
         start = end = 0
         for owner, root in enumerate(self._ranks):
             length = int(counts[:, owner].max())
@@ -179,21 +183,21 @@ class AllGather(WaveTransport):
             self.traffic.num_collectives += 1
             works.append(dist.scatter(target, messages, src=root, group=self._group, async_op=True))
             size = int(counts[self._rank, owner])
-            places.append((target[:size], received[end : end + size]))
+            copies.append((received[end : end + size], target[:size]))
             start += length
             end += size
 
-        def deliver() -> None:
-            for arrived, place in places:
-                place.copy_(arrived)
+        def unpack_scattered() -> None:
+            for segment, message in copies:
+                segment.copy_(message)
 
-        return Pending(works, deliver)
+        return Pending(works, unpack_scattered)
 
 
 def make_transport(
     plan: Plan, routes: Sequence[WaveRoute], rank: int, group: dist.ProcessGroup | None, device: torch.device
 ) -> WaveTransport:
-    """The transport that the plan names; ``group`` is ``None`` for a plan of one rank."""
+    """The transport of the plan; ``group`` is ``None`` for a plan of one rank."""
     if group is None:
         return Local()
     return AllToAll(plan, routes, group) if plan.transport == "all_to_all" else AllGather(plan, rank, group, device)

@@ -1,1 +1,1 @@
-"""Starting a run on one machine or many: who takes part, where they meet, what must be right before any of them starts."""
+"""Starts a run on one machine or many: machines and ranks, their meeting point, checks."""

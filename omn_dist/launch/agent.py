@@ -1,8 +1,8 @@
-"""torchrun's agent for the ranks of one machine, with exit statuses and stop signals that a job can rely on.
+"""torchrun's agent for the ranks of one machine, with exit statuses and stop signals for jobs.
 
-The command ``torchrun`` answers every failure with status 1, and a stop signal with a kill after 30 seconds, which is
-too short for a large checkpoint. Here signals are handed to the ranks, which have all the time that the scheduler
-gives, and the ranks' own exit statuses come out.
+The command ``torchrun`` exits with status 1 for every failure, and kills the ranks 30 seconds after
+a stop signal, which is too short for a large checkpoint. Here stop signals go to the ranks, the
+agent waits until the ranks end, and its exit status comes from theirs.
 """
 
 import logging
@@ -20,28 +20,31 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from typing_extensions import override
 
-from omn_dist.launch.layout import Layout
+from omn_dist.launch.job_layout import JobLayout
 
 logger = logging.getLogger("omn_dist.launch")
 
 Rendezvous = Literal["static", "c10d"]
-"""``static``: machine i has ranks i * n ... ``c10d``: machines get their places as they come."""
+"""How machines are numbered. ``static``: as the layout says; ``c10d``: in the order in which they
+join."""
 
 STOPPED, WRONG_INPUT, FAILED = 75, 2, 1
-"""Exit statuses besides 0."""
+"""Exit statuses other than 0."""
 
 RELAYED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that a launcher sends on to its ranks."""
 _POLL_SECONDS = 0.5
 
 
 def combined_status(statuses: Sequence[int], *, asked_to_stop: bool) -> int:
     """One exit status for many processes.
 
-    A rank says 75 when all ranks have saved, so one of them is enough, however the others ended afterwards. Ranks that
-    a stop signal ended before they could take it have lost nothing either: the newest checkpoint is what it was.
+    A rank exits with 75 after all ranks have saved. So a single 75 decides, whatever the others
+    exit with afterwards. If a stop signal ends ranks before they can handle it, the status is 75
+    too: nothing is lost, because the newest checkpoint is still there.
 
     Args:
-        statuses: exit statuses; the number of a signal, negative, where one ended a process.
+        statuses: exit statuses; the negative number of a signal where one ended the process.
         asked_to_stop: whether a stop signal came.
     """
     if STOPPED in statuses:
@@ -57,54 +60,57 @@ def combined_status(statuses: Sequence[int], *, asked_to_stop: bool) -> int:
 
 
 class SignalRelay:
-    """Hands stop signals to the child processes of this one, each signal once to each child; also to later children."""
+    """Sends stop signals on to the child processes of this one, including later children.
+
+    Each child gets each signal once.
+    """
 
     def __init__(self) -> None:
         self.received: list[signal.Signals] = []
-        """Signals that came."""
-        self._told: set[tuple[int, int]] = set()
+        """Signals that came, in their order."""
+        self._sent: set[tuple[int, int]] = set()
         self._previous: dict[signal.Signals, object] = {}
         self._done = threading.Event()
 
     def __enter__(self) -> "SignalRelay":
-        """Take over the signals."""
+        """Install the handlers."""
         for number in RELAYED_SIGNALS:
             self._previous[number] = signal.signal(number, self._receive)
         threading.Thread(target=self._watch, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give the signals back."""
+        """Restore the previous handlers."""
         self._done.set()
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received.append(signal.Signals(number))
-        self._tell()
+        self._relay()
 
     def _watch(self) -> None:
-        # A signal may come while the ranks are being started.
+        # For children that start after the signal came.
         while not self._done.wait(_POLL_SECONDS):
-            self._tell()
+            self._relay()
 
-    def _tell(self) -> None:
+    def _relay(self) -> None:
         for number in tuple(self.received):
-            for child in children():
-                if (child, number) not in self._told:
-                    self._told.add((child, number))
+            for child in child_processes():
+                if (child, number) not in self._sent:
+                    self._sent.add((child, number))
                     try:
                         os.kill(child, number)
                     except ProcessLookupError:
                         continue
 
 
-def children() -> list[int]:
-    """Process numbers of the children of this process."""
-    return [int(child) for path in Path("/proc/self/task").glob("*/children") for child in _read(path).split()]
+def child_processes() -> list[int]:
+    """Process numbers of this process's children."""
+    return [int(child) for path in Path("/proc/self/task").glob("*/children") for child in _text_of(path).split()]
 
 
-def _read(path: Path) -> str:
+def _text_of(path: Path) -> str:
     try:
         return path.read_text()
     except OSError:  # that thread has ended
@@ -112,7 +118,10 @@ def _read(path: Path) -> str:
 
 
 class _RankLogs(LogsSpecs):
-    """A folder with ``rank_N.out`` and ``rank_N.err`` of every rank; those of rank 0 are shown as well."""
+    """Writes ``rank_N.out`` and ``rank_N.err`` of every rank N into a folder.
+
+    The output of rank 0 also goes to the screen.
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder), redirects=Std.ALL, tee=Std.NONE)
@@ -130,7 +139,7 @@ class _RankLogs(LogsSpecs):
         for local_rank, environment in envs.items():
             stem = self._folder / f"rank_{environment['RANK']}"
             destination.stdouts[local_rank], destination.stderrs[local_rank] = f"{stem}.out", f"{stem}.err"
-            # The ranks' launcher reads from here which rank failed first, and why.
+            # The agent reads here which rank failed first, and why.
             error_file = f"{stem}.error.json"
             Path(error_file).unlink(missing_ok=True)
             destination.error_files[local_rank] = environment["TORCHELASTIC_ERROR_FILE"] = error_file
@@ -142,7 +151,7 @@ class _RankLogs(LogsSpecs):
 
 def run_agent(
     command: Sequence[str],
-    layout: Layout,
+    layout: JobLayout,
     *,
     run_id: str,
     rendezvous: Rendezvous = "static",
@@ -150,16 +159,20 @@ def run_agent(
     log_folder: Path | None = None,
     relay: SignalRelay,
 ) -> int:
-    """Run ``command``, arguments of this Python, on every rank of this machine; 0, 1, 2 or 75.
+    """Run a command on every rank of this machine, and wait for the end.
 
     Args:
-        command: such as ``-m omn_dist train CONFIG``.
-        layout: machines and ranks; its port is the rendezvous'.
-        run_id: the same on all machines.
-        rendezvous: how the machines find each other, when there are several.
-        own_address: where the others reach this machine.
-        log_folder: for one file a rank; ``None``: all ranks write where this process does.
-        relay: gets the stop signals.
+        command: arguments for this Python, such as ``-m omn_dist train CONFIG``.
+        layout: machines and ranks; its port is that of torchrun's rendezvous.
+        run_id: name of the run, the same on all machines.
+        rendezvous: how several machines find each other.
+        own_address: address at which the other machines reach this one.
+        log_folder: folder for the output of each rank; ``None``: all ranks write to this process's
+            own output.
+        relay: receives the stop signals.
+
+    Returns:
+        The exit status: 0, 1, 2 or 75.
     """
     _quiet_agent()
     logs: LogsSpecs = DefaultLogsSpecs() if log_folder is None else _RankLogs(log_folder)
@@ -178,7 +191,7 @@ def run_agent(
         local_addr="127.0.0.1" if alone else own_address,
         logs_specs=logs,
         max_restarts=0,
-        # The agent raises where a signal comes that it handles; these two are the ones nobody relays.
+        # The agent ends at the signals that it handles; these two are not sent on to the ranks.
         signals_to_handle="SIGHUP,SIGQUIT",
     )
     try:
@@ -188,7 +201,7 @@ def run_agent(
         if status == FAILED:
             print(error, file=sys.stderr)
         return status
-    except Exception as error:  # the rendezvous fails in many ways
+    except Exception as error:  # the rendezvous raises errors of many types
         reason = (str(error).splitlines() or ["no message"])[0]
         logger.error("machine %d of %d: %s: %s", layout.node_rank, layout.num_nodes, type(error).__name__, reason)
         return FAILED
@@ -196,7 +209,10 @@ def run_agent(
 
 
 def _quiet_agent() -> None:
-    """The agent's own messages repeat what the ranks say and what is reported here; LOGLEVEL brings them back."""
+    """Switch off the log of torchrun's agent, unless LOGLEVEL is set.
+
+    It repeats the output of the ranks and the report of this module.
+    """
     if "LOGLEVEL" in os.environ:
         return
     for name in tuple(logging.root.manager.loggerDict):
@@ -205,7 +221,10 @@ def _quiet_agent() -> None:
 
 
 def thread_limits(environment: Mapping[str, str], ranks_per_node: int) -> dict[str, str]:
-    """The variable that divides this process's cores among the ranks, unless it is set."""
+    """``OMP_NUM_THREADS`` that divides the cores of this process among the ranks.
+
+    Empty where the variable is set already.
+    """
     if "OMP_NUM_THREADS" in environment:
         return {}
     return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks_per_node))}

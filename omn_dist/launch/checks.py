@@ -1,4 +1,4 @@
-"""What must be right before a run starts, as pure functions: values in, one line for each thing that is wrong out."""
+"""Checks before a run starts: pure functions that return one line for each problem."""
 
 import os
 import shutil
@@ -7,17 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from omn_dist.launch.network import Interface, is_loopback
+from omn_dist.optim.state import state_bytes_by_algorithm
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Variables by which a person chooses the interface of a backend."""
+"""Variables by which a user chooses the interface of a backend."""
 
 _NUM_CHECKPOINTS = 2
 
-# Floating numbers an element that a checkpoint holds: the weight and the optimizer's state.
-_COPIES_BY_ALGORITHM = {"adamw": 3}
-_OTHER_COPIES = 2
-
-# Facts that members give each other, and what it means that they differ.
+# Facts that must be the same for all members of a run, and their names in messages.
 _EQUAL_FACTS = {
     "num_nodes": "machines",
     "ranks_per_node": "ranks per node",
@@ -29,12 +26,12 @@ _EQUAL_FACTS = {
 
 
 def check_address(host: str, addresses: Sequence[str], num_nodes: int) -> list[str]:
-    """The meeting point must mean the same machine to everybody.
+    """Check that the address of the first machine leads to the same machine from everywhere.
 
     Args:
-        host: as it was given.
-        addresses: what it resolves to on this machine.
-        num_nodes: machines of the run.
+        host: the address or name, as it was given.
+        addresses: addresses that it resolves to on this machine.
+        num_nodes: number of machines of the run.
     """
     if not addresses:
         return [f"MASTER_ADDR: {host!r} resolves to no address, expected the first machine's name or address; correct it"]
@@ -42,13 +39,13 @@ def check_address(host: str, addresses: Sequence[str], num_nodes: int) -> list[s
     if num_nodes > 1 and loopback:
         return [
             f"MASTER_ADDR: {host!r} is {loopback[0]} here, an address that every machine has for itself, expected one that "
-            f"leads to the first of {num_nodes} machines; give its address on the network that joins them"
+            f"leads to the first of {num_nodes} machines; give its address on the network that connects them"
         ]
     return []
 
 
 def check_interface_choice(variable: str, choice: str, interfaces: Sequence[Interface], num_nodes: int) -> list[str]:
-    """A chosen interface must be there, be up, have an address, and lead to the other machines."""
+    """Check that chosen interfaces exist, are up, have an address, and lead to other machines."""
     known = ", ".join(f"{interface.name} {interface.address or 'without address'}" for interface in interfaces) or "none"
     lines = []
     if choice.startswith("^"):  # NCCL: all but these
@@ -61,25 +58,29 @@ def check_interface_choice(variable: str, choice: str, interfaces: Sequence[Inte
         elif not any(i.is_up and i.address for i in matching):
             lines.append(f"{variable}: interface {part!r} is down or has no IPv4 address, expected one of: {known}")
         elif num_nodes > 1 and all(i.is_loopback for i in matching):
-            lines.append(f"{variable}: interface {part!r} is a loopback, expected one that joins {num_nodes} machines of: {known}")
+            lines.append(
+                f"{variable}: interface {part!r} is a loopback, expected one that connects {num_nodes} machines of: {known}"
+            )
     return lines
 
 
-def checkpoint_bytes(groups: Sequence[Mapping[str, Any]]) -> int:
-    """Bytes of one checkpoint of these parameter groups: weights, and state in the weights' dtype."""
-    return sum(
-        parameter.numel() * parameter.element_size() * _COPIES_BY_ALGORITHM.get(group["algorithm"], _OTHER_COPIES)
-        for group in groups
-        for parameter in group["params"]
-    )
+def checkpoint_bytes(groups: Sequence[Mapping[str, Any]], matrix_algorithm: str = "muon") -> int:
+    """Bytes of one checkpoint of these parameter groups: weights and optimizer state.
+
+    Args:
+        groups: of ``build_parameter_groups``, on any device.
+        matrix_algorithm: what the preset runs on groups of matrices.
+    """
+    weights: int = sum(parameter.numel() * parameter.element_size() for group in groups for parameter in group["params"])
+    return weights + sum(state_bytes_by_algorithm(groups, matrix_algorithm).values())
 
 
 def check_disk(folder: Path, free: int, checkpoint: int) -> list[str]:
-    """While a checkpoint is written, the one before it must stay.
+    """Check that there is room for two checkpoints: the last one stays while the next is written.
 
     Args:
-        folder: of the run.
-        free: bytes left there.
+        folder: the run folder.
+        free: free bytes there.
         checkpoint: bytes of one checkpoint.
     """
     needed = _NUM_CHECKPOINTS * checkpoint
@@ -92,26 +93,28 @@ def check_disk(folder: Path, free: int, checkpoint: int) -> list[str]:
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes that a user may still write to the file system on which ``folder`` is, or will be."""
+    """Free bytes for this user on the file system where ``folder`` is, or will be."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return shutil.disk_usage(folder).free
 
 
 def check_gpus(device: str, found: int, ranks_per_node: int) -> list[str]:
-    """There must be a GPU for each rank of a machine, where the run uses GPUs."""
+    """Check that a machine has a GPU for each of its ranks, if the run uses GPUs."""
     if device == "cpu" or (device == "auto" and found == 0) or found >= ranks_per_node:
         return []
-    return [f"device: found {found} GPUs, expected {ranks_per_node}, one a rank; ask for more, or start fewer ranks a machine"]
+    return [
+        f"device: found {found} GPUs, expected {ranks_per_node}, one for each rank; use more GPUs, or fewer ranks on each machine"
+    ]
 
 
 def compare_members(facts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What members said about themselves: everybody's own problems, and what must be equal and is not.
+    """The problems of all members, and the facts that should be equal and are not.
 
     Args:
-        facts: by member: ``host``, ``problems``, and the facts that must be equal.
+        facts: of each member: ``host``, ``problems``, and the facts that must be equal.
     """
-    # Several members may be on one machine, and say the same.
+    # Without repetitions: members on the same machine find the same problems.
     lines = list(dict.fromkeys(f"{fact['host']}: {problem}" for fact in facts for problem in fact["problems"]))
     for name, meaning in _EQUAL_FACTS.items():
         if len({str(fact[name]) for fact in facts}) > 1:
@@ -121,7 +124,13 @@ def compare_members(facts: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def check_shared(folder: Path, hosts: Sequence[str], sees: Sequence[bool]) -> list[str]:
-    """Every machine must see what the first one writes into the run folder: checkpoints have a part from each rank."""
+    """Check that all machines share the run folder, since every rank writes a part of a checkpoint.
+
+    Args:
+        folder: the run folder.
+        hosts: name of each member's machine.
+        sees: whether each member sees a file that the first machine has written there.
+    """
     blind = list(dict.fromkeys(host for host, saw in zip(hosts, sees, strict=True) if not saw))
     if not blind:
         return []

@@ -1,7 +1,8 @@
-"""The first thing that a SLURM batch script runs: checks the job, and says where its machines meet and which folder it writes.
+"""Checks a SLURM job at its start; the job scripts run this before anything else.
 
-``python -m omn_dist.launch.job --ranks-per-node N CONFIG [KEY=VALUE ...]`` writes ``ADDRESS PORT FOLDER`` to its output and,
-for people, what it found to its messages. Exit status 2: the job cannot run, one line for each reason.
+``python -m omn_dist.launch.job --ranks-per-node N CONFIG [KEY=VALUE ...]`` prints ``ADDRESS PORT
+FOLDER`` on stdout: where the machines of the job meet, and its run folder. A report for people goes
+to stderr. Exit status 2: the job cannot run; there is one line for each reason.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from omn_dist.launch.agent import WRONG_INPUT
 from omn_dist.launch.checks import check_address
-from omn_dist.launch.layout import number
+from omn_dist.launch.job_layout import read_number
 from omn_dist.launch.network import next_free_port, port_of_job, resolve
 from omn_dist.launch.report import describe_machine
 from omn_dist.launch.start import run_problems
@@ -25,20 +26,20 @@ from omn_dist.train.config import load_config
 from omn_dist.train.preflight import preflight
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Check and answer; returns the exit status."""
+def check_job(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m omn_dist.launch.job", description=__doc__)
     parser.add_argument("--ranks-per-node", type=int, required=True, metavar="N")
-    parser.add_argument("--below", metavar="NAME", help="a folder in the configured run folder, to be the run folder instead")
+    parser.add_argument("--below", metavar="NAME", help="use this folder inside the configured run folder as the run folder")
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parsed = parser.parse_args(arguments)
     for line in describe_machine():
         print(line, file=sys.stderr)
     try:
-        num_nodes = number(os.environ, "SLURM_JOB_NUM_NODES")
+        num_nodes = read_number(os.environ, "SLURM_JOB_NUM_NODES")
         address = first_address(os.environ, num_nodes)
-        port = next_free_port(port_of_job(number(os.environ, "SLURM_JOB_ID")))
+        port = next_free_port(port_of_job(read_number(os.environ, "SLURM_JOB_ID")))
         config = load_config(parsed.config, parsed.overrides)
         if parsed.below is not None:
             config = dataclasses.replace(config, run_folder=str(Path(config.run_folder) / parsed.below))
@@ -61,10 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def first_address(environment: Mapping[str, str], num_nodes: int) -> str:
-    """The address of the job's first node, as SLURM itself knows it.
+    """The address of the job's first node, from SLURM's ``scontrol``.
 
     Raises:
-        SettingsError: ``scontrol`` is not there, does not answer, or contradicts the job's variables.
+        SettingsError: ``scontrol`` is missing, fails, or contradicts the variables of the job.
     """
     nodes = _scontrol("show", "hostnames", environment.get("SLURM_JOB_NODELIST", "")).split()
     if len(nodes) != num_nodes:
@@ -86,8 +87,8 @@ def first_address(environment: Mapping[str, str], num_nodes: int) -> str:
 def _scontrol(*arguments: str) -> str:
     if shutil.which("scontrol") is None:
         raise SettingsError(
-            "scontrol: not found on PATH of the job's first node, expected SLURM's command, which names the nodes and requeues "
-            "the job; put the folder of SLURM's commands on PATH"
+            "scontrol: not found on PATH of the job's first node, expected SLURM's command, which lists the nodes and requeues "
+            "the job; add the folder of SLURM's commands to PATH"
         )
     answer = subprocess.run(["scontrol", *arguments], capture_output=True, text=True, check=False)
     if answer.returncode:
@@ -97,4 +98,4 @@ def _scontrol(*arguments: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(check_job())

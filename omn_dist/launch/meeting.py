@@ -1,7 +1,7 @@
-"""Where the members of a run meet before they train: a small store on the first machine.
+"""Exchange of short messages between the machines of a run, before and after they train.
 
-Members give each other short facts in rounds. Everybody gets the facts of everybody, so whoever compares them comes to
-the same answer, and all stop alike where something does not fit.
+The messages go through a small store on the first machine, in rounds. All members get the messages
+of all members. So each of them comes to the same conclusion, and all stop where something is wrong.
 """
 
 import contextlib
@@ -11,8 +11,10 @@ import socket
 import time
 from typing import Any
 
-from torch._C._distributed_c10d import TCPStore
-from torch.distributed import DistError
+from torch.distributed import (
+    DistError,
+    TCPStore,  # type: ignore[attr-defined]  # public, but not in its stubs
+)
 
 from omn_dist.launch.network import is_free
 from omn_dist.settings import SettingsError
@@ -21,13 +23,13 @@ _POLL_SECONDS = 0.1
 
 
 class Meeting:
-    """A meeting of ``num_members``. Every member makes one and calls :meth:`exchange` equally often.
+    """One member of a meeting. All members call :meth:`exchange` the same number of times.
 
     Args:
         address: name or address of the machine of member 0.
-        port: where member 0 listens.
-        member: this one's number.
-        num_members: how many are expected.
+        port: port on which member 0 listens.
+        member: number of this member.
+        num_members: number of members of the meeting.
         seconds: longest wait for the others.
 
     Raises:
@@ -36,11 +38,11 @@ class Meeting:
 
     def __init__(self, address: str, port: int, *, member: int, num_members: int, seconds: float) -> None:
         self._member, self._num_members, self._seconds = member, num_members, seconds
-        self._place, self._round = f"{address}:{port}", 0
+        self._address, self._round = f"{address}:{port}", 0
         if member == 0 and not is_free(port):
             raise SettingsError(
                 f"port {port} on {socket.gethostname()}: taken by another program, expected it free for {num_members} members to "
-                "meet; set MASTER_PORT to another one"
+                "meet; set MASTER_PORT to another port"
             )
         try:
             self._store = TCPStore(
@@ -53,48 +55,63 @@ class Meeting:
         except (DistError, RuntimeError, ValueError) as error:
             reason = (str(error).splitlines() or ["no message"])[0]
             raise SettingsError(
-                f"meeting at {self._place}: member {member} of {num_members} on {socket.gethostname()} found nobody within "
-                f"{seconds:g} s ({reason[:160]}); check that machine 0 is up and that no firewall closes the port"
+                f"meeting at {self._address}: member {member} of {num_members} on {socket.gethostname()} found nobody within "
+                f"{seconds:g} s ({reason[:160]}); check that machine 0 is up and that no firewall blocks the port"
             ) from None
 
     def exchange(self, fact: Any) -> list[Any]:
-        """Give ``fact`` (JSON) to all members; the facts of all, by member.
+        """Send a fact to all members, and wait for theirs. Collective: all members must call.
+
+        Args:
+            fact: JSON types.
+
+        Returns:
+            The facts of all members, in the order of members.
 
         Raises:
-            SettingsError: somebody did not come.
+            SettingsError: some members did not send theirs in time; the message has their numbers.
         """
-        keys = self._say(fact)
+        keys = self._send(fact)
         deadline = time.monotonic() + self._seconds
-        # Not one long wait inside the store: a signal has to find Python code to run.
+        # Not one long wait in the store: signal handlers only run between Python instructions.
         while not self._store.check(keys):
             if time.monotonic() > deadline:
                 missing = [member for member, key in enumerate(keys) if not self._store.check([key])]
                 raise SettingsError(
-                    f"meeting at {self._place}: found {self._num_members - len(missing)} of {self._num_members} members within "
+                    f"meeting at {self._address}: found {self._num_members - len(missing)} of {self._num_members} members within "
                     f"{self._seconds:g} s, missing {missing}; check that the run was started on every machine"
                 )
             time.sleep(_POLL_SECONDS)
         return [json.loads(self._store.get(key)) for key in keys]
 
     def leave(self, fact: Any, seconds: float) -> list[Any]:
-        """Like :meth:`exchange`, for the end: a member that does not come is left out, and nothing is raised."""
+        """The last :meth:`exchange`; it raises nothing.
+
+        Args:
+            fact: JSON types.
+            seconds: longest wait for the others.
+
+        Returns:
+            This member's fact, then those that arrived in time.
+        """
         facts = [fact]
         deadline = time.monotonic() + seconds
-        with contextlib.suppress(DistError, RuntimeError):  # member 0 is gone, and its store with it
-            keys = self._say(fact)
-            left = [key for key in keys if key != keys[self._member]]
-            while left and time.monotonic() < deadline:
-                came = [key for key in left if self._store.check([key])]
-                facts += [json.loads(self._store.get(key)) for key in came]
-                left = [key for key in left if key not in came]
+        # The store fails when member 0 has ended.
+        with contextlib.suppress(DistError, RuntimeError):
+            keys = self._send(fact)
+            missing = [key for key in keys if key != keys[self._member]]
+            while missing and time.monotonic() < deadline:
+                arrived = [key for key in missing if self._store.check([key])]
+                facts += [json.loads(self._store.get(key)) for key in arrived]
+                missing = [key for key in missing if key not in arrived]
                 time.sleep(_POLL_SECONDS)
-            # Member 0 takes the store with it: it goes when the others have read.
-            self._store.add("left", 1)
-            while self._member == 0 and time.monotonic() < deadline and self._store.add("left", 0) < self._num_members:
+            # The store ends with member 0, which therefore waits until the others have read.
+            self._store.add("done", 1)
+            while self._member == 0 and time.monotonic() < deadline and self._store.add("done", 0) < self._num_members:
                 time.sleep(_POLL_SECONDS)
         return facts
 
-    def _say(self, fact: Any) -> list[str]:
+    def _send(self, fact: Any) -> list[str]:
         keys = [f"{self._round}/{member}" for member in range(self._num_members)]
         self._store.set(keys[self._member], json.dumps(fact))
         self._round += 1

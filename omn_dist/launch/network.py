@@ -1,4 +1,4 @@
-"""This machine's network: interfaces, the address that a name stands for, free ports."""
+"""The network of this machine: interfaces, addresses of names, free ports."""
 
 import dataclasses
 import fcntl
@@ -21,20 +21,20 @@ class Interface:
     """A network interface."""
 
     name: str
-    """Such as ``eth0``; what ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` take."""
+    """Such as ``eth0``; a value of ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME``."""
     address: str | None
-    """Its IPv4 address, where it has one."""
+    """Its IPv4 address, if it has one."""
     is_up: bool
     """Whether it is switched on."""
 
     @property
     def is_loopback(self) -> bool:
-        """Whether it leads nowhere but to this machine."""
+        """Whether it leads to this machine only."""
         return self.address is not None and is_loopback(self.address)
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address means the machine that uses it, whichever that is."""
+    """Whether an address means, on every machine, that machine itself."""
     parsed = ipaddress.ip_address(address.partition("%")[0])
     return parsed.is_loopback or parsed.is_unspecified
 
@@ -43,7 +43,7 @@ def list_interfaces() -> tuple[Interface, ...]:
     """The interfaces of this machine, in the system's order."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         return tuple(
-            Interface(name=name, address=_address(probe, name), is_up=_is_up(probe, name)) for _, name in socket.if_nameindex()
+            Interface(name=name, address=_ipv4_address(probe, name), is_up=_is_up(probe, name)) for _, name in socket.if_nameindex()
         )
 
 
@@ -51,7 +51,7 @@ def _request(probe: socket.socket, request: int, name: str) -> bytes:
     return fcntl.ioctl(probe.fileno(), request, struct.pack("256s", name.encode()[:15]))
 
 
-def _address(probe: socket.socket, name: str) -> str | None:
+def _ipv4_address(probe: socket.socket, name: str) -> str | None:
     try:
         return socket.inet_ntoa(_request(probe, _GET_ADDRESS, name)[20:24])
     except OSError:  # it has none
@@ -64,7 +64,7 @@ def _is_up(probe: socket.socket, name: str) -> bool:
 
 
 def resolve(host: str) -> tuple[str, ...]:
-    """The addresses that ``host`` stands for on this machine; none where it stands for nothing."""
+    """The addresses of the name ``host`` on this machine; none if the name is unknown."""
     try:
         return tuple(dict.fromkeys(str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)))
     except (OSError, UnicodeError):
@@ -72,7 +72,10 @@ def resolve(host: str) -> tuple[str, ...]:
 
 
 def source_address(address: str) -> str | None:
-    """This machine's own address on the way to ``address``: where the others can reach it. Sends nothing."""
+    """The address from which this machine would send to ``address``, if it can. Sends nothing.
+
+    Other machines on that network can reach this machine there.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
@@ -83,12 +86,15 @@ def source_address(address: str) -> str | None:
 
 
 def port_of_job(job: int) -> int:
-    """The port that a job tries first. Jobs that share a machine have numbers close together, so they differ."""
+    """The port that a SLURM job tries first.
+
+    Jobs on the same machine have numbers close together, and so different ports.
+    """
     return _FIRST_PORT + job % _NUM_PORTS
 
 
 def is_free(port: int) -> bool:
-    """Whether a server on this machine could listen on ``port``, on all of its addresses."""
+    """Whether a server on this machine can listen on ``port``, on all its addresses."""
     with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if probe.family == socket.AF_INET6:
@@ -102,7 +108,7 @@ def is_free(port: int) -> bool:
 
 
 def next_free_port(first: int) -> int:
-    """``first``, or the next port after it on which nobody listens.
+    """``first``, or the next port after it that is free.
 
     Raises:
         SettingsError: many ports in a row are taken.

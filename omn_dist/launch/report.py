@@ -1,4 +1,7 @@
-"""What a machine offers and what a run would use of it: for people, at the top of a job's log and by ``omn-dist env``."""
+"""The report about a machine: what it has, and what a run would use.
+
+``omn-dist env`` prints it, and a SLURM job has it at the top of its log.
+"""
 
 import os
 import platform
@@ -12,7 +15,7 @@ import torch.distributed as dist
 
 from omn_dist import __version__
 from omn_dist.launch.checks import check_interface_choice, chosen_interfaces
-from omn_dist.launch.layout import Layout
+from omn_dist.launch.job_layout import JobLayout
 from omn_dist.launch.network import Interface, list_interfaces, resolve, source_address
 
 _SHOWN_VARIABLES = re.compile(
@@ -23,7 +26,7 @@ _SHOWN_VARIABLES = re.compile(
 
 
 def describe_machine(environment: Mapping[str, str] | None = None) -> list[str]:
-    """Versions, devices, interfaces and the variables that matter: one line each."""
+    """Versions, devices, interfaces, and variables with an effect on runs: one line each."""
     environment = os.environ if environment is None else environment
     lines = [
         f"host         {socket.gethostname()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores, {platform.machine()}",
@@ -54,15 +57,15 @@ def _backends() -> list[str]:
 
 
 def choose_interface(
-    layout: Layout, interfaces: Sequence[Interface], environment: Mapping[str, str]
+    layout: JobLayout, interfaces: Sequence[Interface], environment: Mapping[str, str]
 ) -> tuple[dict[str, str], str | None, str]:
-    """The interface on which the ranks of this machine talk.
+    """The network interface that the ranks of this machine use.
 
     Returns:
-        variables to set, this machine's own address, and the reason for the choice in words.
+        Variables to set, the address of this machine, and the reason for the choice in words.
     """
     if layout.num_nodes == 1:
-        return {}, "127.0.0.1", "one machine: each backend's own choice"
+        return {}, "127.0.0.1", "the default interface of each backend: there is only one machine"
     resolved = resolve(layout.address)
     own = source_address(resolved[0]) if resolved else None
     chosen = chosen_interfaces(environment)
@@ -76,19 +79,19 @@ def choose_interface(
     return variables, own, reason
 
 
-def describe_layout(layout: Layout, run_folder: Path | None = None) -> list[str]:
-    """What would be used, and why: one line each."""
+def describe_layout(layout: JobLayout, run_folder: Path | None = None) -> list[str]:
+    """What a run would use, and why: one line each."""
     _, _, reason = choose_interface(layout, list_interfaces(), os.environ)
     lines = [
         f"would use    {layout.num_nodes} machines with {layout.ranks_per_node} ranks each, from {layout.origin}",
         f"would meet   at {layout.address}:{layout.port}, this is machine {layout.node_rank}",
-        f"would talk   on {reason}",
+        f"would send   through {reason}",
     ]
     return lines if run_folder is None else [*lines, f"run folder   {run_folder.resolve()}"]
 
 
-def interface_problems(layout: Layout, environment: Mapping[str, str]) -> list[str]:
-    """What is wrong with the interfaces that were chosen or would be: one line each."""
+def interface_problems(layout: JobLayout, environment: Mapping[str, str]) -> list[str]:
+    """Problems with the interfaces that the user chose or a run would choose: one line each."""
     interfaces = list_interfaces()
     lines = [
         line

@@ -1,4 +1,8 @@
-"""Starting the ranks of one machine: checks, a meeting with the other machines, then torchrun's agent or the rank itself."""
+"""Starts the ranks of one machine.
+
+First the machine checks itself, then it meets the other machines and compares the run with theirs.
+Only then it starts torchrun's agent, or becomes a rank itself.
+"""
 
 import dataclasses
 import hashlib
@@ -36,29 +40,32 @@ from omn_dist.launch.checks import (
     compare_members,
     free_bytes,
 )
-from omn_dist.launch.layout import Layout, read_layout
+from omn_dist.launch.job_layout import JobLayout, read_layout
 from omn_dist.launch.meeting import Meeting
 from omn_dist.launch.network import list_interfaces, next_free_port, resolve
 from omn_dist.launch.report import choose_interface, interface_problems
+from omn_dist.optim.presets import resolve_preset
 from omn_dist.settings import SettingsError
 from omn_dist.train.config import RunConfig, load_config, to_mapping
 from omn_dist.train.setup import build_groups, build_meta_model
 
 MEETING_SECONDS = 120.0
-"""Longest wait for the other machines at the start."""
+"""Longest wait for the other machines at the start, in seconds."""
 _LEAVING_SECONDS = 20.0
 _SHARED_SECONDS = 10.0
 _NOT_COMPARED = ("run_folder",)
 
 
 def run_problems(config: RunConfig) -> list[str]:
-    """What is wrong with the place where a run would write: one line each. Builds no weights."""
+    """Problems with the run folder: one line each. Allocates no weights."""
     folder = Path(config.run_folder)
-    return check_disk(folder, free_bytes(folder), checkpoint_bytes(build_groups(config, build_meta_model(config))))
+    groups = build_groups(config, build_meta_model(config))
+    algorithm = resolve_preset(config.optimizer.preset, config.optimizer.overrides).algorithm
+    return check_disk(folder, free_bytes(folder), checkpoint_bytes(groups, algorithm))
 
 
-def machine_problems(config: RunConfig, layout: Layout) -> list[str]:
-    """What is wrong on this machine: one line each."""
+def machine_problems(config: RunConfig, layout: JobLayout) -> list[str]:
+    """Problems of this machine: one line each."""
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return (
         check_address(layout.address, resolve(layout.address), layout.num_nodes)
@@ -68,8 +75,8 @@ def machine_problems(config: RunConfig, layout: Layout) -> list[str]:
     )
 
 
-def facts_of(config: RunConfig, layout: Layout, problems: Sequence[str]) -> dict[str, Any]:
-    """What this machine tells the others about itself."""
+def facts_of(config: RunConfig, layout: JobLayout, problems: Sequence[str]) -> dict[str, Any]:
+    """What this machine sends to the others, to be compared."""
     compared = {key: value for key, value in to_mapping(config).items() if key not in _NOT_COMPARED}
     cuda = torch.cuda.is_available() and config.device != "cpu"
     return {
@@ -85,9 +92,12 @@ def facts_of(config: RunConfig, layout: Layout, problems: Sequence[str]) -> dict
 
 
 def agree_to_start(meeting: Meeting, member: int, facts: dict[str, Any], folder: Path) -> list[str]:
-    """Compare the members and see whether they share the run folder; all get the same lines, none when all is well.
+    """Compare all members, and check that they share the run folder.
 
-    All members of the meeting must call.
+    Collective: all members of the meeting must call.
+
+    Returns:
+        One line for each problem; the same on all members.
     """
     token = folder / f".shared_{secrets.token_hex(8)}" if member == 0 else None
     if token is not None and not facts["problems"]:
@@ -96,20 +106,23 @@ def agree_to_start(meeting: Meeting, member: int, facts: dict[str, Any], folder:
             token.touch()
         except OSError as error:
             facts["problems"].append(f"run_folder {folder}: cannot be written: {error.strerror}; choose another run_folder")
-    everybody = meeting.exchange(facts | {"token": None if token is None else token.name})
-    problems = compare_members(everybody)
+    all_facts = meeting.exchange(facts | {"token": None if token is None else token.name})
+    problems = compare_members(all_facts)
     if problems:
         if token is not None:
             token.unlink(missing_ok=True)
         return problems
-    sees = meeting.exchange(_appears(folder / everybody[0]["token"]))
+    sees = meeting.exchange(_appears(folder / all_facts[0]["token"]))
     if token is not None:
         token.unlink(missing_ok=True)
-    return check_shared(folder, [fact["host"] for fact in everybody], sees)
+    return check_shared(folder, [fact["host"] for fact in all_facts], sees)
 
 
 def _appears(path: Path) -> bool:
-    """Whether ``path`` shows up; network file systems may show a new file seconds later."""
+    """Whether ``path`` exists, now or soon.
+
+    Network file systems can show a new file some seconds late.
+    """
     deadline = time.monotonic() + _SHARED_SECONDS
     while not path.exists():
         if time.monotonic() > deadline:
@@ -126,12 +139,24 @@ def start_machine(
     rendezvous: Rendezvous = "static",
     log_folder: Path | None = None,
 ) -> int:
-    """Train with ``ranks_per_node`` ranks on this machine, together with the other machines that :mod:`layout` knows of.
+    """Train with ``ranks_per_node`` ranks on this machine, together with the other machines.
 
-    Every machine of the run must call. Returns the exit status, the same on all machines: 0, 1, 2 or 75.
+    The other machines are those of :func:`~omn_dist.launch.job_layout.read_layout`. Collective:
+    every machine of the run must call.
+
+    Args:
+        config_path: YAML file of the run.
+        overrides: ``key=value`` for the run.
+        ranks_per_node: number of ranks on each machine.
+        rendezvous: how the agents of torchrun find each other.
+        log_folder: folder for the output of each rank; ``None``: all ranks write to this process's
+            own output.
+
+    Returns:
+        The exit status, the same on all machines: 0, 1, 2 or 75.
 
     Raises:
-        SettingsError: this machine cannot take part, or the others did not come.
+        SettingsError: the run cannot start on this machine, or another machine did not answer.
     """
     with SignalRelay() as relay:
         config = load_config(config_path, overrides)
@@ -165,21 +190,25 @@ def start_machine(
                 relay=relay,
             )
         if meeting is not None:
-            # Machines end a moment apart, and an agent that misses the others fails though its ranks did not.
+            # Machines do not end at the same moment, and an agent that misses the others fails
+            # although its ranks did not. So the statuses of all machines are combined.
             status = combined_status(meeting.leave(status, _LEAVING_SECONDS), asked_to_stop=False)
         return status
 
 
 def enter_rank(config_path: str, overrides: Sequence[str], *, ranks_per_node: int) -> int | None:
-    """Make this process, which srun started, a rank: sets torch's variables and the interface.
+    """Make this process, a task of srun, a rank: set torch's variables and the interface.
 
-    Every task of the job step must call. Returns an exit status where the run must not start, else ``None``.
+    Collective: every task of the job step must call.
+
+    Returns:
+        ``None`` if the run can start, else the exit status.
 
     Raises:
-        SettingsError: this task cannot take part, or the others did not come.
+        SettingsError: the run cannot start on this machine, or another task did not answer.
     """
     for number in RELAYED_SIGNALS:
-        # Until the training loop takes stop signals, there is nothing to save.
+        # Until the training loop handles stop signals there is nothing to save.
         signal.signal(number, _stop_at_once)
     config = load_config(config_path, overrides)
     layout = read_layout(os.environ, ranks_per_node, "srun")
@@ -206,18 +235,21 @@ def enter_rank(config_path: str, overrides: Sequence[str], *, ranks_per_node: in
     return None
 
 
-def _meet(layout: Layout, member: int, num_members: int, problems: Sequence[str]) -> Meeting:
+def _meet(layout: JobLayout, member: int, num_members: int, problems: Sequence[str]) -> Meeting:
     try:
         return Meeting(layout.address, layout.port, member=member, num_members=num_members, seconds=MEETING_SECONDS)
     except SettingsError as error:
         if not problems:
             raise
-        # With an address that is wrong here, the reason is known, and that nobody came is its consequence.
+        # The problem of this machine, such as a wrong address, is the reason that nobody answered.
         raise SettingsError(f"{socket.gethostname()}: {problems[0]}") from error
 
 
 def _report(problems: Sequence[str], member: int) -> None:
-    """Print problems that all members know; on SLURM, where all write into one log, once."""
+    """Print problems that all members know.
+
+    On SLURM all members write to the same log, and only the first one prints.
+    """
     if member == 0 or "SLURM_JOB_ID" not in os.environ:
         for problem in problems:
             print(f"omn-dist: {problem}", file=sys.stderr)

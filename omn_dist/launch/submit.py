@@ -1,4 +1,4 @@
-"""From a job's YAML to the ``sbatch`` command that runs it."""
+"""Reads a job from YAML, and submits it with ``sbatch``."""
 
 import dataclasses
 import re
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from omn_dist.launch.layout import Launcher
+from omn_dist.launch.job_layout import Launcher
 from omn_dist.settings import SettingsError, from_mapping
 from omn_dist.train.config import RunConfig, load_config, read_yaml
 
@@ -24,7 +24,7 @@ CONFIG_COPY, JOB_COPY, COMMAND_COPY = "config.yaml", "job.yaml", "submit.txt"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobConfig:
-    """A job: what runs, on how much, for how long."""
+    """A SLURM job: the run, its machines, and its time."""
 
     config: str
     """YAML file of the run, relative to the folder of submission."""
@@ -33,36 +33,39 @@ class JobConfig:
     name: str = "omn_dist"
     """Name in SLURM's queue."""
     nodes: int = 1
-    """Machines."""
+    """Number of machines."""
     gpus_per_node: int = 0
-    """GPUs, and ranks, on each machine; 0: CPU ranks."""
+    """Number of GPUs on each machine; 0: ranks on CPUs."""
     ranks_per_node: int | None = None
-    """Ranks on each machine; null: one a GPU."""
+    """Number of ranks on each machine; null: one for each GPU."""
     cpus_per_rank: int | None = None
-    """Cores for each rank; null: the partition's default."""
+    """Number of cores for each rank; null: the default of the partition."""
     memory: str | None = None
-    """Memory of each machine, such as ``200G``; null: the partition's default."""
+    """Memory on each machine, such as ``200G``; null: the default of the partition."""
     time: str
-    """Longest run of one attempt, in SLURM's form: ``minutes``, ``hours:minutes:seconds``, ``days-hours:minutes:seconds``;
-    more than ``signal_seconds`` and a minute."""
+    """Time limit of one attempt, in a form of SLURM: ``minutes``, ``hours:minutes:seconds``,
+    ``days-hours:minutes:seconds``. More than ``signal_seconds`` and a minute."""
     partition: str | None = None
-    """Partition; null: the default one."""
+    """Partition of the cluster; null: the default one."""
     account: str | None = None
-    """Account to charge; null: the user's own."""
+    """Account that is charged; null: the user's default."""
     quality: str | None = None
     """Quality of service (``--qos``); null: the default one."""
     launcher: Launcher = "torchrun"
-    """``torchrun``: one task a machine; ``srun``: one task a rank."""
+    """``torchrun``: one task for each machine; ``srun``: one task for each rank."""
     environment: str | None = None
-    """Folder of the virtual environment on the nodes; null: the active one, or ``.venv``."""
+    """Folder of the virtual environment on the machines; null: the active one, or ``.venv``."""
     container: tuple[str, ...] = ()
-    """Command that runs another one in a container, such as ``[apptainer, exec, --nv, image.sif]``."""
+    """Command that runs another command in a container, as a list of words such as
+    ``[apptainer, exec, --nv, image.sif]``."""
     signal: StopSignal = "SIGUSR1"
-    """Signal before the time limit; must be among the run's ``stop_signals``."""
+    """Signal that SLURM sends before the time limit; one of the run's ``stop_signals``."""
     signal_seconds: int = 300
-    """How long before the time limit; longer than a step and a checkpoint together. SLURM may be a minute early."""
+    """Seconds from the signal to the time limit; more than a step and a checkpoint take together.
+    SLURM may send the signal a minute earlier."""
     requeue: bool = True
-    """Put the job back into the queue when it was preempted, ran into its time limit, or lost a node."""
+    """Put the job back into the queue when it is preempted, reaches its time limit, or loses a
+    machine."""
     extra: tuple[str, ...] = ()
     """Further options of ``sbatch``."""
 
@@ -92,7 +95,7 @@ class JobConfig:
 
 
 def time_limit_seconds(text: str) -> int:
-    """SLURM's forms of a time limit in seconds: ``m``, ``m:s``, ``h:m:s``, ``d-h``, ``d-h:m``, ``d-h:m:s``.
+    """Seconds of a time limit in SLURM's forms: ``m``, ``m:s``, ``h:m:s``, ``d-h[:m[:s]]``.
 
     Raises:
         SettingsError: another form.
@@ -110,7 +113,7 @@ def load_job(path: str | Path) -> tuple[JobConfig, RunConfig]:
     """Read a job's YAML and the configuration of its run.
 
     Raises:
-        SettingsError: an unknown or wrong key in one of them, or settings that do not fit each other.
+        SettingsError: an unknown or wrong key in either, or settings that do not fit each other.
     """
     job = from_mapping(JobConfig, read_yaml(Path(path)))
     config = load_config(job.config, job.overrides)
@@ -123,15 +126,15 @@ def load_job(path: str | Path) -> tuple[JobConfig, RunConfig]:
 
 
 def sbatch_command(job: JobConfig, repository: Path, run_folder: Path) -> list[str]:
-    """The exact command. Pure.
+    """The words of the ``sbatch`` command.
 
     Args:
-        job: what to run.
-        repository: where ``slurm/`` is.
-        run_folder: absolute; the job's log is there, and a copy of its configuration.
+        job: the job.
+        repository: folder of the repository, which has ``slurm/``.
+        run_folder: absolute path; the log of the job and a copy of its configuration are there.
     """
     tasks = 1 if job.launcher == "torchrun" else job.ranks
-    # torchrun's one task has the cores of all its ranks.
+    # The one task of torchrun gets the cores of all its ranks.
     cpus = None if job.cpus_per_rank is None else job.cpus_per_rank * job.ranks // tasks
     options: list[tuple[str, object | None]] = [
         ("job-name", job.name),
@@ -144,10 +147,10 @@ def sbatch_command(job: JobConfig, repository: Path, run_folder: Path) -> list[s
         ("partition", job.partition),
         ("account", job.account),
         ("qos", job.quality),
-        # Without "B:" the signal goes to the ranks, not to the script.
+        # Without "B:" SLURM sends the signal to the ranks instead of the script.
         ("signal", f"{job.signal.removeprefix('SIG')}@{job.signal_seconds}"),
         ("output", run_folder / "slurm-%j.log"),
-        # A requeued job continues its log.
+        # So that a requeued job continues its log.
         ("open-mode", "append"),
         ("chdir", Path.cwd()),
     ]
@@ -161,13 +164,13 @@ def sbatch_command(job: JobConfig, repository: Path, run_folder: Path) -> list[s
 
 
 def submit(path: str | Path, *, dry_run: bool) -> int:
-    """Print the command of a job and, unless ``dry_run``, run it; the exit status.
+    """Print the command of a job and, unless ``dry_run``, run it. Returns the exit status.
 
-    The run folder gets what explains the job later: its YAML, the run's, and the command. The job reads the copy, so a
-    later change of the file does not reach a job that waits in the queue.
+    The YAML of the job, that of the run, and the command are saved in the run folder. The job reads
+    the saved YAML, so that a later change of the file has no effect on a job in the queue.
 
     Raises:
-        SettingsError: wrong settings, or no ``sbatch`` here.
+        SettingsError: wrong settings, or there is no ``sbatch`` on this machine.
     """
     job, config = load_job(path)
     run_folder = Path(config.run_folder).resolve()
@@ -180,14 +183,14 @@ def submit(path: str | Path, *, dry_run: bool) -> int:
         return 0
     if shutil.which("sbatch") is None:
         raise SettingsError("sbatch: not found on PATH, expected SLURM's command; submit on a login node, or use --dry-run")
-    _keep(run_folder / JOB_COPY, Path(path).read_text("utf-8"))
-    _keep(run_folder / CONFIG_COPY, Path(job.config).read_text("utf-8"))
-    _keep(run_folder / COMMAND_COPY, shlex.join(command) + "\n")
+    _save_copy(run_folder / JOB_COPY, Path(path).read_text("utf-8"))
+    _save_copy(run_folder / CONFIG_COPY, Path(job.config).read_text("utf-8"))
+    _save_copy(run_folder / COMMAND_COPY, shlex.join(command) + "\n")
     sys.stdout.flush()
     return subprocess.run(command, check=False).returncode
 
 
-def _keep(path: Path, text: str) -> None:
+def _save_copy(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, "utf-8")

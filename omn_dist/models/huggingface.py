@@ -1,4 +1,4 @@
-"""Causal language models of transformers, from a configuration alone: no download, weights drawn from a seed."""
+"""Causal language models of transformers, built from a configuration and a seed; no download."""
 
 import dataclasses
 import functools
@@ -9,18 +9,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from omn_dist.roles.targets import hf_config, hf_model
+from omn_dist.models.targets import hf_config, hf_model
 from omn_dist.settings import SettingsError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HuggingFaceConfig:
-    """A causal language model of transformers. Fields that its configuration does not take raise :class:`SettingsError`."""
+    """A causal language model of transformers.
+
+    Fields that its configuration does not know raise :class:`SettingsError`.
+    """
 
     huggingface: str
     """Model type, such as ``llama`` or ``qwen3``."""
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Fields of the type's configuration, such as ``hidden_size``; the others keep the type's defaults."""
+    """Fields of the type's configuration, such as ``hidden_size``; others keep their defaults."""
 
     def __post_init__(self) -> None:
         if not isinstance(getattr(self._built, "vocab_size", None), int):
@@ -44,7 +47,7 @@ class HuggingFaceConfig:
 
 
 class HuggingFaceModel(nn.Module):
-    """A model of transformers behind the interface that training asks of OMN: tokens and targets to a loss."""
+    """A model of transformers with the interface of OMN: from tokens and targets to a loss."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -52,10 +55,10 @@ class HuggingFaceModel(nn.Module):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The modules that transformers keeps whole: one group of parameters each under FSDP2.
+        """The modules that transformers never splits; FSDP2 shards each as a group of its own.
 
         Raises:
-            SettingsError: the model names none.
+            SettingsError: the model names no such modules.
         """
         kinds = set(getattr(self.model, "_no_split_modules", None) or ())
         blocks = [module for module in self.model.modules() if type(module).__name__ in kinds]
@@ -67,7 +70,10 @@ class HuggingFaceModel(nn.Module):
         return blocks
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        """Logits, or the mean cross-entropy in nats, fp32, where targets are given (-100 marks positions that do not count)."""
+        """Logits, or with targets the mean cross-entropy in nats, fp32.
+
+        A target of -100 leaves its position out of the mean.
+        """
         logits_BTV: Tensor = self.model(input_ids=tokens_BT, use_cache=False).logits
         if targets_BT is None:
             return logits_BTV
@@ -75,9 +81,10 @@ class HuggingFaceModel(nn.Module):
 
 
 def initialized(config: HuggingFaceConfig, seed: int) -> HuggingFaceModel:
-    """The model on the CPU, with weights that depend on the seed alone.
+    """The model on the CPU, with weights that depend only on the seed.
 
-    transformers draws a model as a whole, buffers too, so each rank holds all of it until it is sharded.
+    transformers initialises a model as a whole, buffers included, so each rank holds the whole
+    model until it is sharded.
     """
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)

@@ -1,6 +1,10 @@
-"""The OMN transformer: parallel attention and SwiGLU behind one shared RMSNorm, grouped-query attention, a tied head.
+"""The OMN transformer.
 
-Shape suffixes: B sequences, T positions, C hidden width, H query heads, K key/value heads, D head width, V vocabulary.
+In each block, grouped-query attention and SwiGLU run in parallel on the output of one RMSNorm. The
+head is tied to the embedding.
+
+Shape suffixes: B sequences, T positions, C hidden width, H query heads, K key/value heads, D head
+width, V vocabulary.
 """
 
 import dataclasses
@@ -22,18 +26,18 @@ _RESIDUAL_PROJECTIONS = ("o_proj", "down_proj")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OMNConfig:
-    """Sizes and options of an OMN transformer. Impossible sizes raise :class:`SettingsError` on construction."""
+    """Sizes and options of an OMN transformer; impossible sizes raise :class:`SettingsError`."""
 
     num_layers: int
-    """Blocks."""
+    """Number of blocks."""
     hidden_size: int
     """Width C of the residual stream."""
     num_heads: int
     """Query heads H; a multiple of ``num_kv_heads``."""
     num_kv_heads: int
-    """Key/value heads K; each serves ``num_heads / num_kv_heads`` query heads."""
+    """Key/value heads K; ``num_heads / num_kv_heads`` query heads share each."""
     head_dim: int
-    """Width D of a head; even, because rotary embedding turns pairs of channels."""
+    """Width D of a head; even, because rotary embedding rotates pairs of channels."""
     intermediate_size: int
     """Inner width of the SwiGLU feed-forward."""
     vocab_size: int
@@ -45,9 +49,15 @@ class OMNConfig:
     tie_embeddings: bool = True
     """Whether the head and the embedding are one parameter."""
     initializer_std: float = 0.02
-    """Standard deviation of the initial weights; divided by sqrt(2 * num_layers) for the o and down projections."""
+    """Standard deviation of the initial weights.
+
+    That of the o and down projections is divided by sqrt(2 * num_layers).
+    """
     activation_checkpointing: bool = False
-    """Recompute each block in backward instead of keeping its activations: the same bits, less memory, more time."""
+    """Recompute each block in backward instead of storing its activations.
+
+    The results are bit-identical; memory falls and time rises.
+    """
 
     def __post_init__(self) -> None:
         for name in (
@@ -68,10 +78,10 @@ class OMNConfig:
         if self.num_heads % self.num_kv_heads:
             raise SettingsError(
                 f"model.num_heads: found {self.num_heads} with num_kv_heads {self.num_kv_heads}, expected a multiple "
-                "of it; every key/value head serves the same number of query heads"
+                "of it; each key/value head is shared by the same number of query heads"
             )
         if self.head_dim % 2:
-            raise SettingsError(f"model.head_dim: found {self.head_dim}, expected an even number; rotary embedding turns pairs")
+            raise SettingsError(f"model.head_dim: found {self.head_dim}, expected an even number; rotary embedding rotates pairs")
 
     @classmethod
     def omn_1(cls, *, activation_checkpointing: bool = False) -> Self:
@@ -89,18 +99,18 @@ class OMNConfig:
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm that computes in fp32 and returns the dtype of its gain, whatever the dtype of its input."""
+    """RMSNorm that computes in fp32 and returns the dtype of its gain, for any input dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dim of ``x``; any floating dtype in, the same shape out."""
+        """Normalise the last dim of ``x`` (any floating dtype); the shape stays."""
         return F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps).to(self.weight.dtype)
 
 
 def rotary_tables(num_positions: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary angles, fp32, each of shape (num_positions, head_dim).
 
-    Computed at every forward instead of kept as buffers: a buffer would have to survive construction on the meta
-    device, ``to_empty`` and dtype casts of the module, and the tables cost nothing next to one block.
+    Each forward computes them. As buffers they would have to survive construction on the meta
+    device, ``to_empty`` and dtype casts of the module, and they cost little next to a block.
     """
     channel = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32)
     wavelength = theta ** (channel / head_dim)
@@ -111,7 +121,10 @@ def rotary_tables(num_positions: int, head_dim: int, theta: float, device: torch
 
 
 def apply_rotary(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Turn channel pairs (i, i + D/2) of ``x`` (B, heads, T, D) by the angle of their position; computed in fp32."""
+    """Rotate channel pairs (i, i + D/2) of ``x`` (B, heads, T, D) by the angle of their position.
+
+    Computed in fp32.
+    """
     first, second = x.chunk(2, dim=-1)
     return x * cosine + torch.cat((-second, first), dim=-1) * sine
 
@@ -131,12 +144,12 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, eps=config.norm_epsilon)
 
     def forward(self, x_BTC: Tensor, cosine_TD: Tensor, sine_TD: Tensor) -> Tensor:
-        """Attention output (B, T, C) of the normalised input; positions see themselves and the past."""
+        """Causal attention output (B, T, C) of the normalised input."""
         num_sequences, num_positions, _ = x_BTC.shape
         q_BTHD = self.q_proj(x_BTC).view(num_sequences, num_positions, self.num_heads, self.head_dim)
         k_BTKD = self.k_proj(x_BTC).view(num_sequences, num_positions, self.num_kv_heads, self.head_dim)
         v_BTKD = self.v_proj(x_BTC).view(num_sequences, num_positions, self.num_kv_heads, self.head_dim)
-        # The tables are fp32, so positions are turned in fp32; attention then runs in the dtype of the projections.
+        # The rotation runs in fp32, like its tables; attention runs in the projections' dtype.
         q_BHTD = apply_rotary(self.q_norm(q_BTHD).transpose(1, 2), cosine_TD, sine_TD).to(v_BTKD.dtype)
         k_BKTD = apply_rotary(self.k_norm(k_BTKD).transpose(1, 2), cosine_TD, sine_TD).to(v_BTKD.dtype)
         mixed_BHTD = F.scaled_dot_product_attention(
@@ -166,7 +179,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(n) + feed_forward(n), with n = input_norm(x): both branches read one norm."""
+    """x + attention(n) + feed_forward(n), with n = input_norm(x)."""
 
     def __init__(self, config: OMNConfig) -> None:
         super().__init__()
@@ -177,7 +190,7 @@ class Block(nn.Module):
 
     def forward(self, x_BTC: Tensor, cosine_TD: Tensor, sine_TD: Tensor) -> Tensor:
         """The residual stream (B, T, C) after this block."""
-        # Checkpointing inside the block keeps the FSDP2 hooks of the block outside of the recomputation.
+        # Checkpointing here, inside the block, keeps its FSDP2 hooks out of the recomputation.
         if self.activation_checkpointing and torch.is_grad_enabled():
             recomputed: Tensor = checkpoint(self._compute, x_BTC, cosine_TD, sine_TD, use_reentrant=False, preserve_rng_state=False)
             return recomputed
@@ -192,8 +205,9 @@ class Block(nn.Module):
 class OMN(nn.Module):
     """The OMN language model.
 
-    Build it anywhere (the meta device included), then call :meth:`initialize_weights`; it has no buffers, so parameters
-    are all of its state. With FSDP2: build on meta, ``shard_model``, ``to_empty``, ``initialize_weights``.
+    Build it on any device, then call :meth:`initialize_weights`. It has no buffers: its parameters
+    are its whole state. With FSDP2, build it on the meta device, then call ``shard_model``,
+    ``to_empty`` and ``initialize_weights``.
     """
 
     def __init__(self, config: OMNConfig) -> None:
@@ -210,21 +224,21 @@ class OMN(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # Leaving the meta device makes a new parameter for each place a parameter has, and so would untie the head.
+        # Leaving the meta device makes new parameters, one for each module, which unties the head.
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._tie_head()
         return self
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        """Logits, or the mean cross-entropy where targets are given.
+        """Logits, or with targets the mean cross-entropy.
 
         Args:
             tokens_BT: token ids, int64, on the device of the model.
-            targets_BT: the token id that follows each position, int64; -100 marks a position that does not count.
+            targets_BT: the token id that follows each position, int64; -100 leaves a position out.
 
         Returns:
-            logits (B, T, V) in the dtype of the head's product, or a scalar in nats, fp32. The loss lives inside
-            forward so that the head is used while FSDP2 has it gathered.
+            logits (B, T, V) in the dtype of the head's product, or a scalar in nats, fp32. The loss
+            is computed inside forward, where FSDP2 has gathered the head.
         """
         cosine_TD, sine_TD = rotary_tables(tokens_BT.shape[1], self.config.head_dim, self.config.rope_theta, tokens_BT.device)
         x_BTC = self.embed_tokens(tokens_BT)
@@ -237,13 +251,13 @@ class OMN(nn.Module):
 
     @torch.no_grad()
     def initialize_weights(self, seed: int) -> None:
-        """Fill all parameters from ``seed``: the same full tensors for every device, world size and sharding.
+        """Fill all parameters from ``seed``: the same values on any device and number of ranks.
 
-        Norm gains become 1. Every other parameter is drawn from a normal distribution of standard deviation
-        ``initializer_std``, by a generator of its own on the CPU, seeded by (seed, parameter name). The o and down
-        projections of all blocks add to one residual stream, 2 * num_layers times, so theirs is divided by
-        sqrt(2 * num_layers): what they add together has the same size at any depth. A sharded parameter takes its
-        shard of the full tensor: no collective, and each rank holds one full parameter at a time.
+        Norm gains become 1. All other parameters are drawn from a normal distribution with standard
+        deviation ``initializer_std``, each by its own CPU generator, seeded by seed and parameter
+        name. For the o and down projections the deviation is divided by sqrt(2 * num_layers): they
+        add to the residual stream 2 * num_layers times, and so their sum has the same size at any
+        depth. Each rank draws one full parameter at a time and keeps its shard. Not collective.
         """
         for name, parameter in self.named_parameters():
             _assign(parameter, self._initial_value(name, parameter, seed))
@@ -260,9 +274,9 @@ class OMN(nn.Module):
 
 
 def _assign(parameter: Any, full: Tensor) -> None:
-    """Copy ``full`` (CPU, fp32, global shape) into a plain or sharded parameter, without communication."""
+    """Copy ``full`` (CPU, fp32, global shape) into a plain or sharded parameter; not collective."""
     if isinstance(parameter, DTensor):
-        # Every rank has drawn the same full tensor: src_data_rank=None cuts it locally instead of sending rank 0's.
+        # All ranks have the same full tensor: src_data_rank=None cuts it without communication.
         full = full.to(parameter.device)
         sharded = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
         parameter.to_local().copy_(sharded.to_local())

@@ -1,4 +1,4 @@
-"""FSDP2 wrapping: one group of parameters a block, and the rest at the root."""
+"""FSDP2 sharding: one group of parameters a block, and one for the rest of the model."""
 
 from typing import TypeVar
 
@@ -20,21 +20,25 @@ def shard_model(
     reshard_after_forward: bool = True,
     mixed_precision: MixedPrecisionPolicy | None = None,
 ) -> Model:
-    """Shard ``model`` in place with ``fully_shard`` over ``mesh`` and return it. All ranks of the mesh must call.
+    """Shard ``model`` in place with ``fully_shard`` over ``mesh`` and return it.
 
-    Embedding, head and final norm form the root group, so the tied head shares the gathered embedding. The root group
-    stays gathered between forward and backward, because backward starts with it.
+    Embedding, head and final norm form the root group, so a tied head uses the gathered embedding.
+    The root group stays gathered after forward, because backward starts with it.
 
     Args:
-        model: on the meta device (then ``to_empty`` and ``initialize_weights`` follow) or with its weights in place.
+        model: on the meta device (call ``to_empty`` and ``initialize_weights`` afterwards), or with
+            its weights.
         mesh: one axis (sharded) or two (replicated, sharded).
-        reshard_after_forward: free the gathered weights of a block after its forward and gather them again in backward;
-            false keeps them: one all-gather a block less, the memory of the whole model more.
-        mixed_precision: FSDP2's own casting. ``None`` leaves the parameters in fp32 on the wire and in use; autocast
-            around forward then chooses the dtype of the products.
+        reshard_after_forward: free the gathered weights of a block after its forward and gather
+            them again in backward. False saves one all-gather a block and needs memory for the
+            whole model.
+        mixed_precision: FSDP2's own casting. ``None`` keeps parameters in fp32, in use and in
+            all-gathers; autocast around forward then chooses the dtype of the products.
 
     Raises:
-        SettingsError: the model is sharded already, or the mesh has more than two axes.
+        SettingsError: the model is already sharded, or the mesh has more than two axes.
+
+    All ranks of the mesh must call.
     """
     if isinstance(model, FSDPModule):
         raise SettingsError("shard_model: found a model that is sharded already, expected a plain one; call it once")

@@ -1,6 +1,6 @@
-"""What each parameter does in the network, and so which algorithm updates it."""
+"""Which algorithm updates each parameter, decided by what the parameter does in the network."""
 
-from omn_dist.plan.views import View
+from omn_dist.plan.geometry.views import View
 from omn_dist.roles.declare import declare_view
 from omn_dist.roles.groups import build_parameter_groups
 from omn_dist.roles.role import Route

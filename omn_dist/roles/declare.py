@@ -1,18 +1,24 @@
-"""Views that a model declares for its own parameters: metadata on modules, no aliases, no change to forward."""
+"""Views that a model declares for its own parameters, as metadata on its modules.
+
+Parameters, their names and forward stay as they are.
+"""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from omn_dist.plan.views import SplitAlgorithm, View
+from omn_dist.plan.geometry.views import SplitAlgorithm, View
 
 VIEWS_ATTRIBUTE = "muon_views"
-"""Attribute of a module (or of its class): parameter paths below the module to views, or to plain ``muon_shape`` tuples."""
+"""Attribute of a module or of its class: a view, or a ``muon_shape`` tuple, by parameter path.
+
+Paths start below the module.
+"""
 
 
-class Found(NamedTuple):
-    """A view, and who says so."""
+class FoundView(NamedTuple):
+    """A view, and where it comes from."""
 
     view: View
     source: str
@@ -29,19 +35,22 @@ def declare_view(
     joined_axes: tuple[int, ...] = (),
     transposed: bool = False,
 ) -> View:
-    """Declare which matrices a parameter of ``module`` holds; see :class:`~omn_dist.plan.views.View` for the fields.
+    """Declare which matrices a parameter of ``module`` holds.
 
-    The view is written on the module, so it survives ``fully_shard``, meta initialisation, ``deepcopy`` and ``torch.compile``. The
-    same effect without a call: ``self.muon_views = {"qkv.weight": (3, H, D, C)}`` in the module's constructor.
+    The module stores the view, so the view survives ``fully_shard``, meta initialisation,
+    ``deepcopy`` and ``torch.compile``. The attribute
+    ``self.muon_views = {"qkv.weight": (3, H, D, C)}`` does the same without a call.
 
     Args:
-        module: that holds the parameter, or a module above it.
+        module: the module that holds the parameter, or one above it.
         shape: ``(*axes, rows, columns)`` of the operator.
         parameter: path of the parameter below ``module``.
-        split_sizes, split_names, split_algorithms, joined_axes, transposed: see ``View``.
+        split_sizes, split_names, split_algorithms, joined_axes, transposed: see
+            :class:`~omn_dist.plan.geometry.views.View`.
 
     Raises:
-        ValueError: a view that cannot be, does not fit the stored shape, or differs from one declared before.
+        ValueError: the view is impossible, does not fit the stored shape, or differs from an
+            earlier declaration.
 
     Not collective.
     """
@@ -66,17 +75,17 @@ def declare_view(
     return view
 
 
-def declared_views(model: nn.Module) -> dict[int, Found]:
-    """All declared views of a model by ``id`` of the parameter, each checked against the stored shape.
+def declared_views(model: nn.Module) -> dict[int, FoundView]:
+    """All declared views of a model, by ``id`` of the parameter.
 
     Raises:
-        ValueError: a declaration of a parameter that is not there, a view that does not fit, or two different views of one
-            (shared) parameter.
+        ValueError: a parameter that does not exist, a view that does not fit the stored shape, or
+            two different views of one (shared) parameter.
     """
-    found: dict[int, Found] = {}
+    found: dict[int, FoundView] = {}
     for path, module in model.named_modules():
         views: Any = getattr(module, VIEWS_ATTRIBUTE, None)
-        if views is None or VIEWS_ATTRIBUTE in module._modules or VIEWS_ATTRIBUTE in module._parameters:
+        if views is None or isinstance(views, nn.Module | Tensor):
             continue
         where = path or type(module).__name__
         if not isinstance(views, Mapping):
@@ -86,12 +95,12 @@ def declared_views(model: nn.Module) -> dict[int, Found]:
             parameter = _parameter_at(module, parameter_path, where)
             view = _as_view(value, name)
             view.check(name, parameter.shape)
-            add_view(found, parameter, Found(view, f"view declared on {where}"))
+            add_view(found, parameter, FoundView(view, f"view declared on {where}"))
     return found
 
 
-def add_view(views: dict[int, Found], parameter: Tensor, new: Found) -> None:
-    """Register a view; a second, different one of the same parameter is a ``ValueError``."""
+def add_view(views: dict[int, FoundView], parameter: Tensor, new: FoundView) -> None:
+    """Add a view; raise ``ValueError`` if the parameter already has a different one."""
     before = views.setdefault(id(parameter), new)
     if before.view != new.view:
         raise ValueError(

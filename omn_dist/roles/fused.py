@@ -1,8 +1,8 @@
-"""Views of fused projections that are known by structure: which module, which attributes, which order of rows.
+"""Views of the fused projections of known modules: the order of their rows and the sizes.
 
-A layout cannot be read off a shape: the same ``(3 H D, C)`` holds ``[q | k | v]`` in one model and ``[q k v]`` head by head in
-another. So each recogniser asks for a module type or for the attributes that give the sizes, and a projection that looks fused
-but is not known here is reported instead of guessed.
+A shape does not tell the layout: a ``(3 H D, C)`` weight holds ``[q | k | v]`` in one model and
+``[q k v]`` head by head in another. So each recogniser looks for a module type or for attributes
+with the sizes. A projection that looks fused but is not known here is reported, never guessed.
 """
 
 import re
@@ -11,15 +11,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from omn_dist.plan.views import View
+from omn_dist.plan.geometry.views import View
 
 Recogniser = Callable[[nn.Module], dict[str, View]]
-"""From a module to the views of parameters below it, by path."""
+"""From a module to the views of the parameters below it, by path; empty if it does not know it.
+
+The first sentence of its docstring becomes the reason of the route.
+"""
 
 LOOKS_FUSED = re.compile(
     r"^(?:w?qkv(?:_proj)?|query_key_value|c_attn|qkv_?weight|in_proj_weight|in_proj_qkvz?|w13|gate_up(?:_proj)?)$", re.I
 )
-"""Leaf names of parameters (or of the modules around them) that hold several matrices."""
+"""Names of parameters, or of the modules that own them, that hold several matrices."""
 
 _CONCATENATED_QKV = re.compile(r"^(?:Phi3|Phi4Multimodal|Mpt|Dbrx|ModernBert)\w*Attention$|^\w*VisionAttention$")
 _QKV_BY_HEAD = re.compile(r"^(?:GPTNeoX(?:Japanese)?|Bloom|Persimmon|Falcon)(?:Flash|Sdpa)?Attention\w*$")
@@ -28,27 +31,27 @@ _QKV_NAMES = ("qkv_proj", "qkv", "Wqkv", "query_key_value")
 
 
 def recognised_views(model: nn.Module) -> Iterator[tuple[Tensor, View, str]]:
-    """Parameters with their view and its reason, for every fused projection whose layout is known."""
+    """Each fused projection of known layout: the parameter, its view and the reason."""
     for module in model.modules():
         for recognise in RECOGNISERS:
             for path, view in recognise(module).items():
                 target: Any = module
                 for part in path.split("."):
                     target = getattr(target, part)
-                # A recogniser that is wrong about a shape must not pass in silence.
+                # A recogniser with a wrong shape is an error, not a skipped view.
                 view.check(f"{path} of {type(module).__name__}", target.shape)
                 yield target, view, f"{(recognise.__doc__ or '').split('.')[0].lower()} of {type(module).__name__}"
 
 
 def _weight(module: nn.Module, name: str) -> Tensor | None:
-    """The two-dim weight of a child, or ``None``."""
+    """The weight of a child module if it has two dims, else ``None``."""
     child = getattr(module, name, None)
     weight = getattr(child, "weight", None) if isinstance(child, nn.Module) else None
     return weight if isinstance(weight, nn.Parameter) and weight.ndim == 2 else None
 
 
 def _sizes(module: nn.Module, *names: str) -> tuple[int, ...] | None:
-    """Integer attributes of a module, or of its ``config``; ``None`` unless all are there."""
+    """Positive integer attributes of a module or of its ``config``; ``None`` if one is missing."""
     config = getattr(module, "config", None)
     found = (getattr(module, name, getattr(config, name, None)) for name in names)
     sizes = tuple(size for size in found if isinstance(size, int) and size > 0)
@@ -94,7 +97,7 @@ def _qkv(module: nn.Module) -> dict[str, View]:
     num_kv_heads = _first(module, "num_key_value_heads") or num_heads
     if kind.startswith("Falcon"):
         num_kv_heads = _first(module, "num_kv_heads") or num_heads
-        # One key and value head for all queries lies behind them; several lie behind the queries of each group.
+        # A single key and value head follows all queries; several each follow their group.
         concatenated = num_kv_heads == 1
     num_parts = num_heads + 2 * num_kv_heads
     if weight.shape[0] % num_parts:
@@ -121,7 +124,7 @@ def _concatenated(weight: Tensor, num_parts: int, num_heads: int, num_kv_heads: 
 
 
 def transposed_storage(module: nn.Module, parameter: Tensor) -> View | None:
-    """The view of a weight that a module stores as inputs x outputs, or ``None``."""
+    """The view of a weight that its module stores as inputs x outputs, else ``None``."""
     if type(module).__name__ != "Conv1D" or not isinstance(getattr(module, "nf", None), int) or parameter.ndim != 2:
         return None
     inputs, outputs = parameter.shape
@@ -134,7 +137,7 @@ def _transposed_qkv(module: nn.Module) -> dict[str, View]:
     if weight is None or type(module.c_attn).__name__ != "Conv1D":
         return {}
     inputs, outputs = weight.shape
-    # With queries of their own (cross attention) only keys and values are fused.
+    # In cross attention queries have a weight of their own, and only keys and values are fused.
     names = ("q", "k", "v") if _weight(module, "q_attn") is None else ("k", "v")
     if outputs % len(names):
         return {}
@@ -279,16 +282,16 @@ def _experts(module: nn.Module) -> dict[str, View]:
 
 
 def _stores_inputs_first(module: nn.Module, stacks: dict[str, Tensor]) -> bool | None:
-    """Whether experts are stored (experts, inputs, outputs); ``None`` when nothing says so."""
+    """Whether experts are stored as (experts, inputs, outputs); ``None`` if that is unknown."""
     sizes = _sizes(module, "hidden_size") or _sizes(module, "hidden_dim") or _sizes(module, "dim")
     for name in ("gate_up_proj", "w13", "gate_proj", "up_proj", "w1"):
         if sizes is not None and name in stacks:
             _, rows, columns = stacks[name].shape
             if (rows == sizes[0]) != (columns == sizes[0]):
                 return bool(rows == sizes[0])
-    said = getattr(module, "is_transposed", None)
-    if isinstance(said, bool):
-        return said
+    declared = getattr(module, "is_transposed", None)
+    if isinstance(declared, bool):
+        return declared
     # torchtitan's class: x @ w.transpose(-2, -1).
     return False if type(module).__name__ == "GroupedExperts" and {"w1", "w2", "w3"} <= set(stacks) else None
 

@@ -1,13 +1,13 @@
-"""What a parameter does in the network, and where that sends it."""
+"""What a parameter does in the network, and which algorithm updates it."""
 
 import math
 import re
 from dataclasses import dataclass
 from typing import Literal
 
-from omn_dist.plan.views import View
+from omn_dist.plan.geometry.views import View
+from omn_dist.roles.algorithms import algorithm_kind
 
-Algorithm = Literal["muon", "adamw"]
 Role = Literal[
     "projection",
     "expert",
@@ -27,23 +27,24 @@ Role = Literal[
     "stack",
     "fused",
 ]
-"""What a parameter does. ``fused`` and ``stack`` are several matrices in one tensor whose layout nothing says."""
+"""What a parameter does. ``fused`` and ``stack`` hold several matrices in an unknown order."""
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|module)\.(?=.)")
 
 
 @dataclass(frozen=True)
 class Route:
-    """Where one parameter goes, and why."""
+    """The algorithm that updates one parameter, and the reason."""
 
     names: tuple[str, ...]
-    """Every name under which the model knows it; the first is the one that groups carry."""
+    """All its names in the model, more than one for a tied weight; groups use the first."""
     shape: tuple[int, ...]
     role: Role
-    algorithm: Algorithm
+    algorithm: str
+    """Name of a registered algorithm."""
     has_decay: bool
     reason: str
     view: View | None = None
-    """On Muon: how the parameter splits into matrices; ``None`` when it is one itself."""
+    """How a matrix parameter splits into matrices; ``None`` when it is a single matrix."""
 
     @property
     def name(self) -> str:
@@ -51,25 +52,28 @@ class Route:
         return self.names[0]
 
     @property
+    def is_matrix(self) -> bool:
+        """Whether the algorithm updates the parameter as one or more whole matrices."""
+        return algorithm_kind(self.algorithm).takes_matrices
+
+    @property
     def num_elements(self) -> int:
         """Elements of the whole parameter."""
         return math.prod(self.shape)
 
     @property
-    def num_adamw_elements(self) -> int:
-        """Elements that AdamW updates: none, all, or the rows of a view that are no matrix."""
-        if self.algorithm == "adamw":
-            return self.num_elements
+    def num_adamw_row_elements(self) -> int:
+        """Elements in the rows of a view that belong to no matrix and that AdamW updates."""
         return 0 if self.view is None else self.view.num_adamw_elements
 
     @property
     def num_matrices(self) -> int:
         """Matrices in this parameter."""
-        if self.algorithm == "adamw":
+        if not self.is_matrix:
             return 0
         return 1 if self.view is None else self.view.num_matrices
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without what wrappers (torch.compile, activation checkpointing, DDP) put into it."""
+    """A parameter name without the prefixes of torch.compile, checkpointing and DDP."""
     return _WRAPPERS.sub("", name)

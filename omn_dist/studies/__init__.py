@@ -1,1 +1,4 @@
-"""Studies before a run: models as shapes, plans over numbers of ranks, predicted steps, tables and pictures. No process group."""
+"""Studies: plans and predicted step times of a model over numbers of ranks, before any run.
+
+Models are lists of shapes; no process group is needed. The results are tables and pictures.
+"""

@@ -1,4 +1,4 @@
-"""A short measurement of the machine at hand, for predictions of its own steps instead of a data sheet's."""
+"""Measure this machine, so that predictions use its own rates instead of a data sheet's."""
 
 import dataclasses
 import json
@@ -16,14 +16,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from omn_dist.algorithms import kernels
 from omn_dist.algorithms.newton_schulz import RECIPES, Recipe, orthogonalize_into
 from omn_dist.algorithms.scratch import Scratch
-from omn_dist.plan.cost import newton_schulz_flops, newton_schulz_seconds
-from omn_dist.plan.devices import Device, Topology
+from omn_dist.kernels import Kernels, choose_kernels
+from omn_dist.plan.geometry.flops import newton_schulz_flops
+from omn_dist.plan.geometry.matrix import Work
+from omn_dist.plan.predict.devices import Device, Topology
+from omn_dist.plan.predict.seconds import newton_schulz_seconds
 
 _STEPS = 5
-# (rows, columns) of matrices to orthogonalise: short sides from where launches count to where products do.
+# (rows, columns) of the matrices to orthogonalise. Launches dominate the first, products the last.
 _CPU_SHAPES = ((96, 192), (192, 384), (256, 688), (384, 768))
 _GPU_SHAPES = ((256, 512), (512, 1024), (1024, 2048), (2048, 5504))
 _ELEMENTS = 1 << 22
@@ -31,16 +33,18 @@ _MESSAGE_BYTES = (1 << 12, 1 << 22)
 
 
 def calibrate(device: torch.device, *, repeats: int = 5, itemsizes: Sequence[int] = (4,), num_elements: int = _ELEMENTS) -> Device:
-    """Measure small operations, memory, Newton-Schulz and, where a process group runs, an all-to-all. Takes seconds.
+    """Measure small operations, memory, Newton-Schulz and, with a process group, an all-to-all.
 
-    All ranks measure at the same time, as they work in a step: ranks that share cores see the rates that are left for them.
-    The slowest rank counts.
+    Takes seconds. All ranks measure at the same time, as they compute in a step, so ranks that
+    share cores measure their share of the machine. The slowest rank counts.
 
     Args:
-        device: where tensors live.
-        repeats: measurements of each number.
-        num_elements: of one rank's shard of all parameters: memory that fits in a cache is faster.
-        itemsizes: 4 to measure fp32 products, 2 for bf16; the other rate is set to the same number.
+        device: the device of the tensors.
+        repeats: how often each number is measured.
+        num_elements: elements of one rank's shard of all parameters; a shard that fits into a cache
+            is read faster.
+        itemsizes: 4 to measure fp32 products, 2 for bf16. A rate that is not measured is set to the
+            measured one.
 
     Collective over the default process group, if there is one.
     """
@@ -60,11 +64,11 @@ def calibrate(device: torch.device, *, repeats: int = 5, itemsizes: Sequence[int
         half_rate_side=0.0,
         memory_bytes_per_second=memory,
         launch_seconds=launch,
-        # The host of a GPU makes its views while the GPU works.
+        # The host makes the views of a GPU's tensors while the GPU computes.
         view_seconds=view if device.type == "cpu" else 0.0,
         overlaps=device.type != "cpu",
         ranks_per_core=max(1.0, world_size * torch.get_num_threads() / num_cores()) if device.type == "cpu" else 1.0,
-        fused_adamw=device.type != "cpu" or kernels.takes_adamw(first, second),
+        fused_adamw=device.type != "cpu" or choose_kernels().fuses_adamw,
         topology=_topology(device, seconds, world_size),
         source=f"measured on {world_size} ranks with torch {torch.__version__}, device {device.type}",
     )
@@ -77,17 +81,20 @@ def calibrate(device: torch.device, *, repeats: int = 5, itemsizes: Sequence[int
 
 
 def save_calibration(device: Device, path: Path) -> None:
-    """Write what ``omn-dist plan --device FILE.json`` reads."""
+    """Write the file that ``omn-dist plan --device FILE.json`` reads."""
     path.write_text(json.dumps(dataclasses.asdict(device), indent=1) + "\n")
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def slowest_machine(spans: Iterable[Sequence[float]]) -> float:
-    """Of (machine, start, end) of every rank: the longest time from a machine's first start to its last end."""
+    """The longest time between a machine's first start and its last end.
+
+    ``spans`` has (machine, start, end) of every rank, in seconds.
+    """
     by_machine: dict[float, tuple[float, float]] = {}
     for machine, start, end in spans:
         first, last = by_machine.get(machine, (start, end))
@@ -96,10 +103,11 @@ def slowest_machine(spans: Iterable[Sequence[float]]) -> float:
 
 
 class _Stopwatch:
-    """Medians over repeats of the slowest rank's seconds.
+    """Measures the seconds of the slowest rank, as the median over repeats.
 
-    CPU ranks of one machine share its cores and its clock: there the time from the first rank's start to the last one's end
-    counts. A rank that gets a core only when others are done would otherwise find that it had it for itself.
+    CPU ranks of one machine share its cores and its clock. There the time counts from the first
+    rank's start to the last rank's end: a rank that got its core late had it for itself then, and
+    its own time would be too short.
     """
 
     def __init__(self, device: torch.device, repeats: int) -> None:
@@ -107,7 +115,7 @@ class _Stopwatch:
         self._repeats = repeats
 
     def of(self, work: Callable[[], object]) -> float:
-        """Seconds of ``work``, after one run that does not count."""
+        """Seconds of ``work``, after a first run that is not measured."""
         work()
         found = []
         for _ in range(self._repeats):
@@ -119,7 +127,7 @@ class _Stopwatch:
         return statistics.median(found)
 
     def _slowest(self, start: float, end: float) -> float:
-        """Of all ranks. Collective."""
+        """The time of the slowest rank. Collective."""
         if not dist.is_initialized():
             return end - start
         machine = zlib.crc32(platform.node().encode()) if self._device.type == "cpu" else dist.get_rank()
@@ -139,36 +147,40 @@ class _Stopwatch:
 
 
 def _products(device: torch.device, seconds: _Stopwatch, blank: Device, itemsize: int) -> tuple[float, float]:
-    """Rate of large products and the short side of half that rate.
+    """The rate R of large products, and the short side h at which the rate is half of R.
 
-    ``1 / rate(s) = 1 / R + h / (R s)``: a line in 1 / s, fitted to what launches and memory leave of the time.
+    With s the short side, ``1 / rate(s) = 1 / R + h / (R s)`` is a line in 1 / s. It is fitted to
+    the measured times without launches and memory.
     """
     generator = torch.Generator(device="cpu").manual_seed(0)
     inverse_side, inverse_rate = [], []
+    kernels = choose_kernels()
     shapes = _CPU_SHAPES if device.type == "cpu" else _GPU_SHAPES
     for shape in shapes:
-        # As many as make a measurement of milliseconds, one after the other and in place as in a step.
+        # Enough matrices for milliseconds of work, one after the other and in place, as in a step.
         count = max(1, shapes[-1][0] * shapes[-1][1] // (shape[0] * shape[1]))
         recipe = RECIPES["omn" if itemsize == 4 else "torch"]
         stack = torch.randn((count, *shape), generator=generator).to(device, recipe.input_dtype)
-        measured = seconds.of(partial(_one_by_one, stack, recipe, Scratch())) / count
-        rest = measured - newton_schulz_seconds(*shape, _STEPS, blank, itemsize)
+        if device.type == "cpu":
+            kernels.warm_up([shape], recipe.dtype)
+        measured = seconds.of(partial(_one_by_one, stack, recipe, Scratch(), kernels)) / count
+        rest = measured - newton_schulz_seconds(*shape, Work(_STEPS, itemsize=itemsize), blank)
         inverse_side.append(1 / min(shape))
         inverse_rate.append(max(rest, 0.1 * measured) / newton_schulz_flops(*shape, _STEPS))
-    # Relative errors count, so that the small matrices do not decide alone.
+    # The weights make errors relative; otherwise the small matrices would dominate.
     weights = 1 / np.array(inverse_rate)
     slope, offset = np.polyfit(inverse_side, inverse_rate, 1, w=weights)
     offset = max(float(offset), 0.5 * min(inverse_rate))
     return 1 / offset, max(float(slope), 0.0) / offset
 
 
-def _one_by_one(stack: torch.Tensor, recipe: Recipe, scratch: Scratch) -> None:
+def _one_by_one(stack: torch.Tensor, recipe: Recipe, scratch: Scratch, kernels: Kernels) -> None:
     for matrix in stack:
-        orthogonalize_into(matrix, matrix, recipe, scratch)
+        orthogonalize_into(matrix, matrix, recipe, scratch, kernels)
 
 
 def _topology(device: torch.device, seconds: _Stopwatch, world_size: int) -> Topology:
-    """Of one node: latency from a small all-to-all, bandwidth from a large one."""
+    """A single node: latency from a small all-to-all, bandwidth from a large one."""
     if world_size == 1:
         return Topology(ranks_per_node=1, inside_bytes_per_second=1e12, between_bytes_per_second=1e12, latency_seconds=0.0)
     measured = []
@@ -177,7 +189,7 @@ def _topology(device: torch.device, seconds: _Stopwatch, world_size: int) -> Top
         received = torch.empty_like(sent)
         measured.append(seconds.of(partial(dist.all_to_all_single, received, sent)))
     small, large = (num_bytes * (world_size - 1) / world_size for num_bytes in _MESSAGE_BYTES)
-    # A small message that took longer than half a large one was held up by something else.
+    # A small message that takes longer than half a large one was delayed by something else.
     at_once = min(measured[0], measured[1] / 2)
     bandwidth = (large - small) / (measured[1] - at_once)
     latency = max(at_once - small / bandwidth, 0.0) / math.ceil(math.log2(world_size))

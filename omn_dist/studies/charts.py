@@ -1,4 +1,4 @@
-"""Pictures of a study. Needs matplotlib (the extra ``plots``)."""
+"""Pictures of a study; they need matplotlib (the extra ``plots``)."""
 
 import io
 from collections.abc import Callable, Sequence
@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from omn_dist.settings import SettingsError
-from omn_dist.studies.study import Row, loads
+from omn_dist.studies.study import StudyRow, loads
 
 _COLORS = {
     "prepare": "#9ecae1",
@@ -17,9 +17,9 @@ _COLORS = {
     "apply": "#6baed6",
     "wait": "#e6550d",
 }
-# Ranks of a time line that can still be told apart.
+# More ranks than this cannot be told apart in a time line.
 _MOST_LANES = 16
-# Waves of a time line that can still be told apart.
+# More waves than this cannot be told apart in a time line.
 _MOST_WAVES = 40
 
 
@@ -34,8 +34,11 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def charts(rows: Sequence[Row]) -> dict[str, bytes]:
-    """PNG pictures by name: imbalance, memory and step share against ranks; load and time line of the largest plan of each model.
+def charts(rows: Sequence[StudyRow]) -> dict[str, bytes]:
+    """PNG pictures by name.
+
+    *imbalance*, *memory* and *step* are drawn against ranks, for all models. Each model has *load*
+    of the plan with most ranks, *timeline* of the plan with fewest, and *shares* of its activities.
 
     Raises:
         SettingsError: matplotlib is not installed.
@@ -50,7 +53,7 @@ def charts(rows: Sequence[Row]) -> dict[str, bytes]:
         ),
     }
     for name in dict.fromkeys(row.model.name for row in rows):
-        # The default strategy where it is there; of its plans the one with most ranks, and for the time line the one with fewest.
+        # Plans of the default strategy, if there are any.
         own = [row for row in rows if row.model.name == name and row.strategy == "flops"] or [
             row for row in rows if row.model.name == name
         ]
@@ -71,7 +74,7 @@ def _drawn(draw: Callable[[Any], None]) -> bytes:
     return stream.getvalue()
 
 
-def _against_ranks(axes: Any, rows: Sequence[Row], value: Callable[[Row], float], label: str, bounded: bool) -> None:
+def _against_ranks(axes: Any, rows: Sequence[StudyRow], value: Callable[[StudyRow], float], label: str, bounded: bool) -> None:
     for model, strategy in dict.fromkeys((row.model.name, row.strategy) for row in rows):
         own = [row for row in rows if (row.model.name, row.strategy) == (model, strategy)]
         ranks = [row.plan.world_size for row in own]
@@ -84,7 +87,7 @@ def _against_ranks(axes: Any, rows: Sequence[Row], value: Callable[[Row], float]
                 if row.model.name == model
             }
             axes.plot(list(least), list(least.values()), color="black", linewidth=0.8, linestyle="--")
-        axes.plot([], [], color="black", linewidth=0.8, linestyle="--", label="least possible (proven)")
+        axes.plot([], [], color="black", linewidth=0.8, linestyle="--", label="lower bound (proven)")
     axes.set_xscale("log", base=2)
     if max(value(row) for row in rows) > 4 * min(value(row) for row in rows):
         axes.set_yscale("log")
@@ -96,19 +99,21 @@ def _against_ranks(axes: Any, rows: Sequence[Row], value: Callable[[Row], float]
     axes.legend(fontsize=6, ncols=2)
 
 
-def _load(axes: Any, row: Row) -> None:
+def _load(axes: Any, row: StudyRow) -> None:
     share = loads(row)
     axes.bar(range(len(share)), share, width=1.0, color=_COLORS["orthogonalize"])
     axes.axhline(1.0, color="black", linewidth=0.8, label="mean")
     least = row.plan.bound.value / max(float(row.plan.flops_by_rank.mean()), 1.0)
-    axes.axhline(least, color="#e6550d", linewidth=1, linestyle="--", label=f"busiest rank at least (proven): {least:.3f}")
+    axes.axhline(
+        least, color="#e6550d", linewidth=1, linestyle="--", label=f"lower bound of the busiest rank (proven): {least:.3f}"
+    )
     axes.set_xlabel("rank")
     axes.set_ylabel("FLOPs / mean")
     axes.set_title(f"{row.model.name} on {row.plan.world_size} ranks, {row.strategy}: busiest {row.plan.imbalance:.3f}", fontsize=9)
     axes.legend(fontsize=7)
 
 
-def _timeline(axes: Any, row: Row) -> None:
+def _timeline(axes: Any, row: StudyRow) -> None:
     lanes = min(row.plan.world_size, _MOST_LANES)
     for event in row.timeline.events:
         if event.wave >= _MOST_WAVES:
@@ -124,13 +129,13 @@ def _timeline(axes: Any, row: Row) -> None:
     axes.invert_yaxis()
     axes.set_ylabel("rank")
     axes.set_xlabel("ms")
-    shown = "" if len(row.plan.waves) <= _MOST_WAVES else f"; its first {_MOST_WAVES} of {len(row.plan.waves)} waves"
+    shown = "" if len(row.plan.waves) <= _MOST_WAVES else f"; first {_MOST_WAVES} of {len(row.plan.waves)} waves"
     title = f"{row.model.name} on {row.plan.world_size} ranks: {1e3 * row.timeline.seconds:.1f} ms predicted{shown}"
     axes.set_title(title, fontsize=9)
     axes.legend(fontsize=6, ncols=4, loc="lower right")
 
 
-def _shares(axes: Any, rows: Sequence[Row]) -> None:
+def _shares(axes: Any, rows: Sequence[StudyRow]) -> None:
     ranks = [str(row.plan.world_size) for row in rows]
     bottom = [0.0] * len(rows)
     for activity, color in _COLORS.items():

@@ -1,4 +1,4 @@
-"""``omn-dist plan``: owners, balance, traffic, memory and predicted time of any model on any number of ranks."""
+"""``omn-dist plan``: owners, balance, traffic, memory and predicted step time of a model."""
 
 import argparse
 import dataclasses
@@ -7,26 +7,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from omn_dist._state_bytes import format_state_bytes
-from omn_dist.algorithms.guards import guards_of
 from omn_dist.algorithms.newton_schulz import group_recipe
-from omn_dist.plan.devices import DEVICES, Device, device_by_name
-from omn_dist.plan.layout import SHARD_ROWS, Layout
-from omn_dist.plan.strategies import STRATEGIES, Strategy, strategy_by_name
-from omn_dist.plan.views import View, matrices_of
-from omn_dist.presets import Preset, resolve_preset
+from omn_dist.optim.presets import Preset, resolve_preset
+from omn_dist.optim.state import format_state_bytes
+from omn_dist.plan.assign.strategies import STRATEGIES, Strategy, strategy_by_name
+from omn_dist.plan.geometry.layout import SHARD_ROWS, Layout
+from omn_dist.plan.geometry.views import View, matrices_of
+from omn_dist.plan.predict.devices import DEVICES, Device, device_by_name
+from omn_dist.roles.algorithms import algorithm_kind
 from omn_dist.settings import SettingsError, from_mapping
 from omn_dist.studies.charts import charts
 from omn_dist.studies.models import MODELS, ModelShapes, load_model
 from omn_dist.studies.page import html_page
 from omn_dist.studies.study import Setting, study
-from omn_dist.studies.tables import LEGEND, format_table, to_csv
+from omn_dist.studies.tables import LEGEND, format_study, to_csv
 from omn_dist.train.config import load_config
 from omn_dist.train.setup import build_groups, build_meta_model
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """The arguments of ``omn-dist plan``."""
+    """Add the arguments of ``omn-dist plan``."""
     command.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file of a run: its model and its optimizer")
     command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as model.num_layers=8")
     command.add_argument(
@@ -36,17 +36,19 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--strategy", default="flops", metavar="NAME,...", help=f"how owners are chosen: {', '.join(STRATEGIES)}, or 'all' (flops)"
     )
-    command.add_argument("--preset", default="omn", help="recipe of the optimizer, for steps and wire (omn)")
+    command.add_argument("--preset", default="omn", help="recipe of the optimizer: Newton-Schulz steps, communication dtype (omn)")
     command.add_argument(
         "--device", default="h100", metavar="NAME", help=f"{', '.join(DEVICES)}, or the file of a calibration (h100)"
     )
     command.add_argument("--ranks-per-node", type=int, metavar="N", help="instead of the device's usual number")
     command.add_argument("--replicas", type=int, default=1, metavar="N", help="HSDP: copies of the sharded model (1)")
-    command.add_argument("--tensor", type=int, default=1, metavar="N", help="tensor parallelism under FSDP2 (1)")
+    command.add_argument("--tensor", type=int, default=1, metavar="N", help="ranks of tensor parallelism below FSDP2 (1)")
     command.add_argument(
-        "--teams", choices=("never", "auto"), help="teams of ranks on one matrix, where they pay (never, or what CONFIG says)"
+        "--teams", choices=("never", "auto"), help="teams of ranks on one matrix, where they save time (never, or as in CONFIG)"
     )
-    command.add_argument("--wave-mib", type=int, metavar="N", help="budget of a slot and of the stack (the optimizer's choice)")
+    command.add_argument(
+        "--wave-mib", type=int, metavar="N", help="byte budget of a slot and of the stack (default: the optimizer's)"
+    )
     command.add_argument("--json", action="store_true", help="rows as JSON on stdout, instead of tables")
     command.add_argument("--csv", metavar="FILE", help="rows as CSV")
     command.add_argument("--plot", metavar="FOLDER", help="pictures as PNG files (needs matplotlib)")
@@ -55,9 +57,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Print what was asked for; returns the exit status."""
+    """Run the studies and print or write the results; returns the exit status."""
     models, preset, options, facts = _models(parsed)
-    recipe = group_recipe(dataclasses.asdict(preset))
+    recipe = group_recipe(preset.as_fields())
     device = _device(parsed.device)
     topology = device.topology
     if parsed.ranks_per_node is not None:
@@ -69,34 +71,32 @@ def run(parsed: argparse.Namespace) -> int:
     setting = Setting(
         device=device,
         topology=topology,
-        algorithm=preset.algorithm,
-        recipe=recipe,
-        guards=tuple(guards_of(dataclasses.asdict(preset))),
-        wire_itemsize={"float32": 4, "bfloat16": 2}.get(preset.wire, recipe.input_dtype.itemsize),
+        preset=preset,
+        communication_itemsize={"float32": 4, "bfloat16": 2}.get(preset.communication_dtype, recipe.input_dtype.itemsize),
         replicas=_positive("--replicas", parsed.replicas),
         tensor=_positive("--tensor", parsed.tensor),
         **options,
     )
     budget = "the default budget" if setting.wave_bytes is None else f"{setting.wave_bytes / 2**20:.0f} MiB"
-    rows = study(models, _numbers(parsed.ranks), _strategies(parsed.strategy), setting)
+    rows = study(models, _rank_counts(parsed.ranks), _strategies(parsed.strategy), setting)
     facts += [
         f"device {device.name}: {device.source}",
-        f"{topology.ranks_per_node} ranks a node, {recipe.schedule.num_steps} Newton-Schulz steps, {setting.wire_itemsize} bytes "
-        f"an element in flight, waves of {budget}; times are predictions",
+        f"{topology.ranks_per_node} ranks a node, {recipe.schedule.ns_steps} Newton-Schulz steps, "
+        f"{setting.communication_itemsize} bytes an element in flight, waves of {budget}; times are predictions",
     ]
     if parsed.json:
         print(json.dumps([row.as_json() for row in rows], indent=1))
     else:
-        print(format_table(rows))
+        print(format_study(rows))
         print("\n" + "\n".join(f"# {line}" for line in (*facts, *LEGEND.splitlines())))
     if parsed.csv:
-        _write(Path(parsed.csv), to_csv(rows).encode())
+        _write_file(Path(parsed.csv), to_csv(rows).encode())
     if parsed.plot or parsed.html:
         pictures = charts(rows)
         for name, picture in pictures.items() if parsed.plot else ():
-            _write(Path(parsed.plot) / f"{name}.png", picture)
+            _write_file(Path(parsed.plot) / f"{name}.png", picture)
         if parsed.html:
-            _write(Path(parsed.html), html_page(rows, pictures, facts).encode())
+            _write_file(Path(parsed.html), html_page(rows, pictures, facts).encode())
     return 0
 
 
@@ -111,12 +111,12 @@ def _models(parsed: argparse.Namespace) -> tuple[list[ModelShapes], Preset, dict
     matrices: dict[str, tuple[int, int]] = {}
     others = 0
     for group in groups:
-        view = None if group["algorithm"] == "adamw" else View.from_group(group)
+        if not algorithm_kind(group["algorithm"]).takes_matrices:
+            others += sum(parameter.numel() for parameter in group["params"])
+            continue
+        view = View.from_group(group)
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
-            if group["algorithm"] == "adamw":
-                others += parameter.numel()
-                continue
-            for matrix in matrices_of(name, view, Layout(tuple(parameter.shape), (1,), (SHARD_ROWS,)), 1):
+            for matrix in matrices_of(name, view, Layout(tuple(parameter.shape), (1,), (SHARD_ROWS,))):
                 matrices[matrix.name] = (matrix.num_rows, matrix.num_columns)
             others += view.num_adamw_elements if view is not None else 0
     own = ModelShapes(name=Path(parsed.config).stem, matrices=matrices, num_other_elements=others, source=str(parsed.config))
@@ -143,7 +143,7 @@ def _strategies(text: str) -> Sequence[Strategy]:
     return STRATEGIES if text == "all" else [strategy_by_name(name) for name in text.split(",")]
 
 
-def _numbers(text: str) -> list[int]:
+def _rank_counts(text: str) -> list[int]:
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
@@ -159,7 +159,7 @@ def _positive(option: str, number: int) -> int:
     return number
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write_file(path: Path, content: bytes) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)

@@ -1,4 +1,4 @@
-"""Models as lists of shapes: public dimensions as data, configuration files of Hugging Face, and plain lists."""
+"""Models as lists of shapes: known models, Hugging Face ``config.json`` files, and plain lists."""
 
 import json
 from collections.abc import Mapping
@@ -14,22 +14,22 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShapes:
-    """The matrices of a model by name, and how much else there is."""
+    """The matrices of a model by name, and the number of all other elements."""
 
     name: str
     matrices: Mapping[str, Shape]
-    """(outputs, inputs) of every matrix that Muon takes."""
+    """(outputs, inputs) of every matrix."""
     num_other_elements: int
-    """Elements of everything that AdamW takes: embeddings, head, norms, routers."""
+    """Elements that are in no matrix: embeddings, head, norms, routers."""
     source: str
 
     @property
     def num_elements(self) -> int:
-        """Unique parameters."""
+        """Elements of all parameters; a tied weight counts once."""
         return sum(rows * columns for rows, columns in self.matrices.values()) + self.num_other_elements
 
     def row_parallel(self, name: str) -> bool:
-        """Whether tensor parallelism cuts the inputs of this matrix (what follows a column-parallel one), by its name."""
+        """Whether tensor parallelism cuts the inputs of this matrix instead of its outputs."""
         return name.endswith(("o_proj.weight", "down_proj.weight"))
 
 
@@ -41,7 +41,7 @@ def _hub(repository: str) -> str:
     return f"huggingface.co/{repository}, config.json"
 
 
-# Field names are those of the models' own config.json.
+# The fields of the models' own config.json.
 MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "omn1": {
@@ -136,12 +136,13 @@ MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 def load_model(text: str) -> ModelShapes:
-    """The model of a known name, of a Hugging Face ``config.json``, or of a JSON list of shapes.
+    """A model by name, from a Hugging Face ``config.json``, or from a JSON list of shapes.
 
     A list is ``[[rows, columns], ...]`` or ``{"name": [rows, columns], ...}``.
 
     Raises:
-        SettingsError: an unknown name (with the nearest), a file that cannot be read, or fields that are missing.
+        SettingsError: the name is unknown (the message suggests the nearest), the file cannot be
+            read, or fields are missing.
     """
     if text in MODELS:
         return shapes_of(text, MODELS[text])
@@ -169,10 +170,13 @@ def load_model(text: str) -> ModelShapes:
 
 
 def shapes_of(name: str, config: Mapping[str, Any]) -> ModelShapes:
-    """The matrices of a decoder from the fields of its ``config.json``: gated feed-forward, grouped-query or latent attention.
+    """The shapes of a decoder from the fields of its ``config.json``.
 
-    Experts are matrices of their own, each sharded like any other. Raises ``SettingsError`` for a missing field or another
-    kind of model.
+    It has gated feed-forward and grouped-query or latent attention. Each expert has matrices of its
+    own, sharded like any other.
+
+    Raises:
+        SettingsError: a field is missing, or the model is of another kind.
     """
     kind = config.get("model_type")
     known = ("omn", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
@@ -193,25 +197,25 @@ def shapes_of(name: str, config: Mapping[str, Any]) -> ModelShapes:
     for layer in range(num_layers):
         prefix = f"layers.{layer}"
         attention, num_norms = _attention(kind, hidden, size)
-        # One shared norm in OMN, else one before attention and one before the feed-forward.
+        # OMN has one norm a block, others one before attention and one before the feed-forward.
         others += num_norms + (hidden if kind == "omn" else 2 * hidden)
-        blocks = {f"{prefix}.self_attn.{part}.weight": shape for part, shape in attention.items()}
+        of_layer = {f"{prefix}.self_attn.{part}.weight": shape for part, shape in attention.items()}
         if num_experts and layer >= size("first_k_dense_replace", 0):
             inner = size("moe_intermediate_size")
-            # Router, and in DeepSeek its balancing bias.
+            # The router, and in DeepSeek its bias for load balancing.
             others += num_experts * (hidden + (1 if kind == "deepseek_v3" else 0))
             for expert in range(num_experts):
-                blocks |= _feed_forward(f"{prefix}.mlp.experts.{expert}", hidden, inner)
+                of_layer |= _feed_forward(f"{prefix}.mlp.experts.{expert}", hidden, inner)
             if shared := size("n_shared_experts", 0):
-                blocks |= _feed_forward(f"{prefix}.mlp.shared_experts", hidden, inner * shared)
+                of_layer |= _feed_forward(f"{prefix}.mlp.shared_experts", hidden, inner * shared)
         else:
-            blocks |= _feed_forward(f"{prefix}.mlp", hidden, size("intermediate_size"))
-        matrices |= blocks
+            of_layer |= _feed_forward(f"{prefix}.mlp", hidden, size("intermediate_size"))
+        matrices |= of_layer
     return ModelShapes(name=name, matrices=matrices, num_other_elements=others, source=str(config.get("source", "")))
 
 
 def _attention(kind: str, hidden: int, size: Any) -> tuple[dict[str, Shape], int]:
-    """Matrices of one attention, and elements of its norms and biases."""
+    """The matrices of one attention, and the number of elements of its norms and biases."""
     heads = size("num_attention_heads")
     if kind == "deepseek_v3":
         query, latent, nope, rope = (

@@ -1,10 +1,10 @@
-"""An HTML report in one file: tables, remarks and pictures, nothing to fetch."""
+"""An HTML report in one file that loads nothing else: tables, remarks and pictures."""
 
 import base64
 import html
 from collections.abc import Mapping, Sequence
 
-from omn_dist.studies.study import Row
+from omn_dist.studies.study import StudyRow
 from omn_dist.studies.tables import HEADER, LEGEND, cells, remarks
 
 _STYLE = """
@@ -14,10 +14,10 @@ img { max-width: 100%; margin: .5em 0 } pre { background: #f6f6f6; padding: .8em
 """
 
 
-def html_page(rows: Sequence[Row], pictures: Mapping[str, bytes], facts: Sequence[str]) -> str:
-    """The report. ``facts``: lines on what all rows share, such as device and topology."""
+def html_page(rows: Sequence[StudyRow], pictures: Mapping[str, bytes], facts: Sequence[str]) -> str:
+    """The report; ``facts`` are lines that hold for all rows, such as device and topology."""
     parts = ["<!doctype html><html lang='en'><meta charset='utf-8'><title>Plans</title>", f"<style>{_STYLE}</style>"]
-    parts.append("<h1>Who owns what, how even, how long</h1>")
+    parts.append("<h1>Owners, balance and predicted steps</h1>")
     parts.append(f"<pre>{html.escape(chr(10).join(facts))}</pre><pre>{html.escape(LEGEND)}</pre>")
     for name in dict.fromkeys(row.model.name for row in rows):
         own = [row for row in rows if row.model.name == name]

@@ -1,4 +1,4 @@
-"""A study: one row for each model, number of ranks and strategy, with the plan behind it."""
+"""A study: one plan and its predicted step for each model, number of ranks and strategy."""
 
 import math
 from collections.abc import Sequence
@@ -7,66 +7,72 @@ from typing import Any, Literal
 
 import numpy as np
 
-from omn_dist.algorithms.newton_schulz import RECIPES, Recipe
-from omn_dist.algorithms.row_numbers import MatrixAlgorithm
-from omn_dist.plan.devices import Device, Topology
-from omn_dist.plan.layout import REPLICATE, SHARD_ROWS, Layout, Placement
-from omn_dist.plan.matrix import Matrix
-from omn_dist.plan.ownership import Plan, plan_matrices
-from omn_dist.plan.simulation import Timeline, simulate
-from omn_dist.plan.strategies import Strategy
-from omn_dist.plan.teams import TeamChoice, choose_teams
-from omn_dist.plan.traffic import Transport
+from omn_dist.optim.matrices import with_work_of
+from omn_dist.optim.presets import PRESETS, Preset
+from omn_dist.plan.assign.strategies import Strategy
+from omn_dist.plan.geometry.layout import REPLICATE, SHARD_ROWS, AxisPlacement, Layout
+from omn_dist.plan.geometry.matrix import Matrix
+from omn_dist.plan.geometry.traffic import Transport
+from omn_dist.plan.plan import Plan, plan_matrices
+from omn_dist.plan.predict.devices import Device, Topology
+from omn_dist.plan.predict.simulation import Timeline, simulate
+from omn_dist.plan.predict.teams import TeamChoice, choose_teams
 from omn_dist.settings import SettingsError
 from omn_dist.studies.models import ModelShapes
 
-# With an imbalance above this by whole matrices, teams are looked at.
+# A plan of whole matrices with more imbalance than this is compared with a plan with teams.
 _UNEVEN = 1.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What all rows of a study share."""
+    """What is the same in all rows of a study."""
 
     device: Device
-    """What each rank computes with."""
+    """The device of each rank."""
     topology: Topology
     """How ranks are connected."""
-    algorithm: MatrixAlgorithm = "muon"
-    """What runs on the matrices: what rides on its messages counts."""
-    recipe: Recipe = RECIPES["omn"]
-    """Newton-Schulz: its steps and its form."""
-    guards: tuple[str, ...] = ()
-    """What guards updates: a matrix with a guard keeps one owner."""
-    wire_itemsize: int = 4
+    preset: Preset = PRESETS["omn"]
+    """The recipe: its rule, and what that costs the owner of a matrix."""
+    communication_itemsize: int = 4
     """Bytes of an element in flight."""
     wave_bytes: int | None = None
-    """Byte budget of one slot and of the stack; ``None`` for that of an optimizer that is given none."""
+    """Byte budget of one slot and of the stack; ``None`` for the optimizer's default."""
     transport: Transport = "all_to_all"
-    """How waves move."""
+    """How the rows of a wave reach their owners."""
     replicas: int = 1
-    """HSDP: copies of the sharded model. The ranks of all copies share the matrices."""
+    """Copies of the sharded model (HSDP). Matrices are owned by the ranks of all copies."""
     tensor: int = 1
-    """Tensor parallelism: ranks that cut outputs (or, after those, inputs) before FSDP2 shards rows."""
+    """Ranks of tensor parallelism, applied before FSDP2 shards the rows.
+
+    It cuts the outputs of a matrix, or the inputs of one that follows such a matrix.
+    """
     teams: Literal["never", "auto"] = "never"
-    """As the optimizer's option: whether plans have teams of ranks where those pay. Either way a row says what they would do."""
+    """Whether plans form teams of ranks where those save time, like the optimizer's option.
+
+    With ``never`` rows still report what teams would do.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One plan and what it predicts."""
+class StudyRow:
+    """One plan and its predicted step."""
 
     model: ModelShapes
     strategy: Strategy
     plan: Plan
     timeline: Timeline
     teams: TeamChoice | None
-    """Where whole matrices leave the ranks uneven: what teams would do, or do in ``plan``."""
+    """The comparison with teams, for plans whose whole matrices are uneven.
+
+    With ``teams="auto"`` it is in effect in ``plan``.
+    """
 
     def as_json(self) -> dict[str, Any]:
-        """The row as JSON types: bytes, seconds in milliseconds, FLOPs.
+        """The row as JSON types, with times in milliseconds.
 
-        ``bound`` is the least imbalance that these matrices, and slices where ``plan`` has teams, can have.
+        ``bound`` is a proven lower bound of the imbalance for these matrices (and slices, if
+        ``plan`` has teams).
         """
         plan = self.plan
         mean = float(plan.flops_by_rank.mean())
@@ -92,7 +98,7 @@ class Row:
         if self.teams is not None:
             teamed = self.teams.teamed
             row["teams"] = {
-                # Whether the other numbers of this row are those of a plan with teams.
+                # Whether the other numbers of this row come from the plan with teams.
                 "executed": bool(plan.teams),
                 "pays": self.teams.pays,
                 "teams": len(teamed.teams),
@@ -106,29 +112,31 @@ class Row:
         return row
 
 
-def study(models: Sequence[ModelShapes], ranks: Sequence[int], strategies: Sequence[Strategy], setting: Setting) -> list[Row]:
-    """All combinations, in the given order. Pure; seconds even for thousands of ranks.
+def study(models: Sequence[ModelShapes], ranks: Sequence[int], strategies: Sequence[Strategy], setting: Setting) -> list[StudyRow]:
+    """One row for each combination, in the given order. Takes seconds even for thousands of ranks.
 
     Raises:
-        SettingsError: a number of ranks that the mesh does not divide, or too much tensor parallelism for a matrix.
+        SettingsError: a number of ranks that is no multiple of replicas times tensor, or a matrix
+            too small for the tensor parallelism.
+
+    Pure; not collective.
     """
     return [_row(model, world_size, strategy, setting) for model in models for world_size in ranks for strategy in strategies]
 
 
-def _row(model: ModelShapes, world_size: int, strategy: Strategy, setting: Setting) -> Row:
+def _row(model: ModelShapes, world_size: int, strategy: Strategy, setting: Setting) -> StudyRow:
     layouts: dict[tuple[tuple[int, int], bool], Layout] = {}
     matrices = []
     for name, shape in model.matrices.items():
         key = (shape, model.row_parallel(name))
         if key not in layouts:
-            layouts[key] = _layout(*key, world_size, setting)
-        whole = Matrix.whole(name, layouts[key], setting.recipe.schedule.num_steps)
-        matrices.append(whole.worked_by(setting.algorithm, setting.recipe, setting.guards))
+            layouts[key] = _mesh_layout(*key, world_size, setting)
+        matrices.append(with_work_of(Matrix.whole(name, layouts[key]), setting.preset))
     plan = plan_matrices(
         matrices,
         world_size,
         wave_bytes=setting.wave_bytes,
-        wire_itemsize=setting.wire_itemsize,
+        communication_itemsize=setting.communication_itemsize,
         transport=setting.transport,
         strategy=strategy,
     )
@@ -137,11 +145,11 @@ def _row(model: ModelShapes, world_size: int, strategy: Strategy, setting: Setti
         teams = choose_teams(plan, setting.device, setting.topology, num_adamw_elements=model.num_other_elements)
         plan = teams.plan if setting.teams == "auto" else plan
     timeline = simulate(plan, setting.device, setting.topology, num_adamw_elements=model.num_other_elements)
-    return Row(model=model, strategy=strategy, plan=plan, timeline=timeline, teams=teams)
+    return StudyRow(model=model, strategy=strategy, plan=plan, timeline=timeline, teams=teams)
 
 
-def _layout(shape: tuple[int, int], row_parallel: bool, world_size: int, setting: Setting) -> Layout:
-    """Rows on all ranks, or the mesh (replicas, shards, tensor) with what FSDP2 on top of tensor parallelism makes of it."""
+def _mesh_layout(shape: tuple[int, int], row_parallel: bool, world_size: int, setting: Setting) -> Layout:
+    """The layout on a mesh (replicas, shards, tensor); axes of one rank are left out."""
     fixed = setting.replicas * setting.tensor
     if world_size % fixed:
         raise SettingsError(
@@ -151,9 +159,9 @@ def _layout(shape: tuple[int, int], row_parallel: bool, world_size: int, setting
     if setting.tensor > 1:
         mesh.append(setting.tensor)
         if row_parallel:
-            placements.append(Placement("shard", 1))
+            placements.append(AxisPlacement("shard", 1))
         else:
-            placements = [Placement("strided", 0, setting.tensor), SHARD_ROWS]
+            placements = [AxisPlacement("strided", 0, setting.tensor), SHARD_ROWS]
     if setting.replicas > 1:
         mesh.insert(0, setting.replicas)
         placements.insert(0, REPLICATE)
@@ -161,7 +169,7 @@ def _layout(shape: tuple[int, int], row_parallel: bool, world_size: int, setting
     return Layout(shape, tuple(mesh), tuple(placements))
 
 
-def loads(row: Row) -> np.ndarray[Any, np.dtype[np.float64]]:
+def loads(row: StudyRow) -> np.ndarray[Any, np.dtype[np.float64]]:
     """``[world_size]``: FLOPs of each rank as multiples of the mean."""
     flops = row.plan.flops_by_rank.astype(np.float64)
     return flops / max(float(flops.mean()), 1.0)

@@ -1,10 +1,11 @@
-"""Rows of a study as text: a table for people, CSV for programs."""
+"""Rows of a study as text: tables and CSV."""
 
 import csv
 import io
 from collections.abc import Sequence
 
-from omn_dist.studies.study import Row
+from omn_dist.roles.summary import align_columns
+from omn_dist.studies.study import StudyRow
 
 HEADER = (
     "ranks",
@@ -22,16 +23,18 @@ HEADER = (
 )
 
 LEGEND = """\
-max/mean    FLOPs of the busiest rank over the mean: 1 is perfect
-bound       the least max/mean that any assignment of these matrices (and slices, with teams) can have (proven), and gap: how far
-            above it the plan is
-by waves    the same when every wave waits for its slowest rank
-MiB sent    by the rank that sends most, in one step, to other ranks;  MiB temp: slots and stack of the rank that needs most
-step ms     predicted time of the whole optimizer step, AdamW included;  AdamW ms: if AdamW took all parameters
-exposed ms  of that, the longest that a rank waits for messages or for other ranks"""
+max/mean    FLOPs of the busiest rank over the mean (1 is perfect)
+bound       proven lower bound of max/mean for these matrices (and slices, with teams)
+gap         how far the plan is above the bound
+by waves    max/mean if every wave waits for its slowest rank
+MiB sent    to other ranks in one step, by the rank that sends most
+MiB temp    slots and stack of the rank that needs most
+step ms     predicted time of the whole optimizer step, AdamW included
+AdamW ms    predicted time of the step if AdamW updated all parameters
+exposed ms  part of step ms in which a rank waits for messages or other ranks, at most"""
 
 
-def cells(row: Row) -> tuple[str, ...]:
+def cells(row: StudyRow) -> tuple[str, ...]:
     """The cells under ``HEADER``."""
     plan = row.plan
     mean = max(float(plan.flops_by_rank.mean()), 1.0)
@@ -51,38 +54,34 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def format_table(rows: Sequence[Row]) -> str:
-    """One table a model, each under a line that names it, and remarks under it."""
-    blocks = []
+def format_study(rows: Sequence[StudyRow]) -> str:
+    """One table a model, with a line that names it above and remarks below."""
+    tables = []
     for name in dict.fromkeys(row.model.name for row in rows):
         own = [row for row in rows if row.model.name == name]
         model = own[0].model
         lines = [HEADER, *(cells(row) for row in own)]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(HEADER))]
-        block = [f"# {name}: {len(model.matrices):,} matrices, {model.num_elements:,} parameters ({model.source})"]
-        for line in lines:
-            aligned = [cell.rjust(width) for cell, width in zip(line[:-1], widths, strict=False)]
-            block.append("  ".join((*aligned, line[-1])))
-        block += remarks(own)
-        blocks.append("\n".join(block))
-    return "\n\n".join(blocks)
+        head = f"# {name}: {len(model.matrices):,} matrices, {model.num_elements:,} parameters ({model.source})"
+        table = align_columns(lines, right=range(len(HEADER) - 1))
+        tables.append("\n".join([head, table, *remarks(own)]))
+    return "\n\n".join(tables)
 
 
-def remarks(rows: Sequence[Row]) -> list[str]:
-    """What the numbers do not say themselves: where whole matrices are the limit, and whether teams help."""
+def remarks(rows: Sequence[StudyRow]) -> list[str]:
+    """A line for each row in which whole matrices limit the balance: how far, and what teams do."""
     lines = []
     for row in rows:
         if row.teams is None:
             continue
         whole = row.teams.whole
-        start = f"# {whole.world_size} ranks: whole matrices end at {whole.imbalance:.3f} (bound by {whole.bound.reason})"
-        option = "" if row.teams.plan.teams == row.plan.teams else "; the optimizer's teams='auto' (here --teams auto) forms these"
+        start = f"# {whole.world_size} ranks: max/mean of whole matrices is {whole.imbalance:.3f} (bound by {whole.bound.reason})"
+        option = "" if row.teams.plan.teams == row.plan.teams else "; the optimizer's teams='auto' (here --teams auto) forms them"
         lines.append(f"{start}; {row.teams}{option}")
     return lines
 
 
-def to_csv(rows: Sequence[Row]) -> str:
-    """All scalar fields of the rows' JSON form, with a header line."""
+def to_csv(rows: Sequence[StudyRow]) -> str:
+    """All scalar fields of the rows' JSON form as CSV, with a header line."""
     flat = [{key: value for key, value in row.as_json().items() if not isinstance(value, dict)} for row in rows]
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=list(flat[0]) if flat else [], lineterminator="\n")

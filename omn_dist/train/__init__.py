@@ -1,1 +1,1 @@
-"""The training system: loop, data, token clock, precision policy, metrics, run record and checkpoints."""
+"""The training system: loop, data, token clock, precision, metrics, run record, checkpoints."""

@@ -1,9 +1,10 @@
-"""Checkpoint folders: written whole or not at all, verified before they are read.
+"""Checkpoint folders: written whole or not at all, and verified before they are read.
 
-A checkpoint is a folder ``step_00000010`` with the tensors (torch.distributed.checkpoint, by parameter name),
-``run.json`` (clock, configuration, grouping) and ``manifest.json`` (size of every file). It is written under a name
-that ends in ``.partial`` and renamed when everything is on disk, so a folder without that ending is complete, whenever
-the writer was killed.
+A checkpoint is a folder such as ``step_00000010``. It holds the tensors (in the format of
+torch.distributed.checkpoint, by parameter name), ``run.json`` (clock, configuration, groups) and
+``manifest.json`` (the size of every file). While it is written its name ends in ``.partial``; it
+is renamed when everything is on disk. So a folder without that ending is complete, even when the
+writer was killed.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from omn_dist.checkpoint import (
+from omn_dist.optim.checkpoint import (
     check_groups,
     check_tensors,
     describe_groups,
@@ -31,7 +32,7 @@ from omn_dist.checkpoint import (
     optimizer_state_by_name,
 )
 from omn_dist.settings import SettingsError, from_mapping
-from omn_dist.train.metrics import sync_folder, write_durably
+from omn_dist.train.files import sync_folder, write_durably
 from omn_dist.train.schedule import TokenClock
 
 _FORMAT = 1
@@ -42,24 +43,24 @@ _REMEDY = "remove this checkpoint, or choose another one with checkpoint.resume"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavedRun:
-    """What a checkpoint says about its run, besides the tensors."""
+    """What a checkpoint holds besides the tensors."""
 
     path: Path
     """The checkpoint folder."""
     clock: TokenClock
-    """Counts at the moment of saving; the data position follows from them."""
+    """Counts when it was saved; the position in the data follows from them."""
     config: Mapping[str, Any]
     """The configuration of the run that saved it."""
     groups: Mapping[str, Mapping[str, Any]]
-    """Algorithm and decay by parameter name."""
+    """Algorithm, weight decay and shape by parameter name."""
     world_size: int
-    """Ranks of the run that saved it."""
+    """Number of ranks of the run that saved it."""
     data_fingerprint: str
-    """Of the text."""
+    """Fingerprint of the training text."""
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints in ``folder``, oldest first; folders that a killed run left unfinished are not among them."""
+    """Complete checkpoints in ``folder``, oldest first. Unfinished ones are left out."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         match = _NAME.fullmatch(path.name)
@@ -69,7 +70,7 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def read_saved_run(path: Path) -> SavedRun:
-    """Verify the files of a checkpoint against its manifest and read what it says about its run. Reads no tensor.
+    """Check the files of a checkpoint against its manifest and read everything but the tensors.
 
     Raises:
         SettingsError: a file is missing, has another size, or cannot be read.
@@ -114,9 +115,9 @@ def save_checkpoint(
     data_fingerprint: str,
     keep: int,
 ) -> Path:
-    """Write the checkpoint of step ``clock.steps`` into ``folder`` and drop all but the newest ``keep``.
+    """Write the checkpoint of step ``clock.steps`` into ``folder``; keep the newest ``keep``.
 
-    Collective: all ranks must call. When it returns, the checkpoint is on disk and complete for every rank.
+    Collective: all ranks must call. When it returns on any rank, the whole checkpoint is on disk.
     """
     final = folder / f"step_{clock.steps:08d}"
     partial = folder / (final.name + _PARTIAL)
@@ -143,7 +144,8 @@ def save_checkpoint(
         partial.rename(final)
         sync_folder(folder)
         for old in complete_checkpoints(folder)[:-keep]:
-            # A removal that is cut short must not leave half a folder under a complete name.
+            # Renamed first: a removal that is interrupted must not leave a damaged folder
+            # under the name of a complete one.
             doomed = old.rename(old.with_name(old.name + _PARTIAL))
             shutil.rmtree(doomed)
     dist.barrier()
@@ -151,12 +153,14 @@ def save_checkpoint(
 
 
 def load_checkpoint(saved: SavedRun, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Fill model, optimizer and random generators from a checkpoint, in place. Collective: all ranks must call.
+    """Load model, optimizer and random generators from a checkpoint, in place.
 
-    The number of ranks may differ from the one that saved; the generators of ranks that did not exist keep their state.
+    The number of ranks may differ from that of the run that saved it. Ranks that the saved run did
+    not have keep the state of their random generators. Collective: all ranks must call.
 
     Raises:
-        SettingsError: the grouping, a shape or a dtype differs, or a file is damaged. On all ranks alike.
+        SettingsError: the groups, a shape or a dtype differ, or a file is damaged. All ranks raise
+            the same error.
     """
     check_groups(saved.groups, optimizer)
     metadata = _read_metadata(saved.path)
@@ -165,7 +169,8 @@ def load_checkpoint(saved: SavedRun, model: nn.Module, optimizer: torch.optim.Op
     generators = _known_generators(metadata, _generator_states())
     try:
         load(tensors | generators, storage_reader=FileSystemReader(saved.path))
-    except CheckpointException as error:  # a BaseException; torch raises it on all ranks when one of them fails
+    except CheckpointException as error:
+        # A BaseException. Torch raises it on all ranks when one of them fails.
         cause = next(iter(error.failures.values()))[0]
         raise SettingsError(_unreadable(saved.path, cause)) from error
     for name, state in generators.items():
@@ -185,7 +190,7 @@ def _training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def _generator_states() -> dict[str, Tensor]:
-    """States of this rank's generators under names of their own, so that each rank stores and finds its own."""
+    """States of this rank's random generators; the names contain the rank."""
     prefix = f"generator.rank_{dist.get_rank()}"
     states = {f"{prefix}.cpu": torch.get_rng_state()}
     if torch.cuda.is_available():

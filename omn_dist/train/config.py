@@ -1,4 +1,7 @@
-"""The configuration of a training run: one frozen dataclass a section, filled from YAML and ``key=value`` overrides."""
+"""The configuration of a training run, read from YAML and ``key=value`` overrides.
+
+Each section of the YAML file is one frozen dataclass.
+"""
 
 import dataclasses
 import json
@@ -9,8 +12,8 @@ from typing import Any, Literal
 import yaml
 
 from omn_dist.models import HuggingFaceConfig, OMNConfig
-from omn_dist.presets import resolve_preset
-from omn_dist.settings import SettingsError, from_mapping
+from omn_dist.optim.presets import resolve_preset
+from omn_dist.settings import SettingsError, from_mapping, import_module
 from omn_dist.train.data import DataConfig
 from omn_dist.train.precision import PrecisionConfig
 from omn_dist.train.schedule import ScheduleConfig
@@ -23,25 +26,41 @@ def _require(condition: bool, name: str, found: object, expected: str) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The dual optimizer: a preset, what differs from it, and how its matrices travel."""
+    """The optimizer: a preset, the fields that differ from it, and how matrices are exchanged."""
 
     preset: str = "omn"
     """Name of the recipe."""
     weight_decay: float = 0.0
-    """Decay of the AdamW parameters that decay. Matrices have the preset's (override ``weight_decay``); embeddings,
-    heads and norms never decay. What each group really gets is in the table of groups and in the run record."""
+    """Weight decay of routers, gates and convolutions, which AdamW updates. Matrices take the
+    preset's (``overrides.weight_decay`` changes it). Embeddings, heads, norms and biases never
+    decay. The table of groups and the run record show the decay of each group."""
     overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Fields of the preset with another value, such as the peaks ``lr`` (Muon) and ``adamw_lr``."""
+    """Fields of the preset with another value, such as the peak learning rates ``lr`` (matrices)
+    and ``adamw_lr``."""
+    rule_modules: tuple[str, ...] = ()
+    """Modules to import before the optimizer is built, such as one that calls
+    ``omn_dist.register_rule``; names as in ``import NAME``."""
     wave_bytes: int | None = None
-    """Byte budget of the matrices in flight together; null: the optimizer's own default."""
+    """Byte budget of the matrices that are in flight together; null: the optimizer's default."""
     transport: Literal["all_to_all", "all_gather"] = "all_to_all"
-    """How shards reach owners and return; the bits of the result are the same."""
+    """Collective that moves shards to owners and updates back. Results do not depend on it."""
     overlap_backward: bool = False
-    """Let directions leave for their owners while the last backward of a window goes on: the same bits, more memory."""
+    """Send each wave as soon as its gradients are reduced, during the last backward of a window:
+    the same bits, more memory."""
     teams: Literal["never", "auto"] = "never"
-    """``auto``: teams of ranks work on one matrix where that is predicted to pay; other last bits than ``never``."""
+    """``auto``: several ranks work on one matrix where the prediction says that it is faster.
+    Results then differ from ``never`` in the last bits."""
+    batch_invariant: bool = True
+    """Whether results are the same on any number of ranks, whichever matrices one rank owns.
+    False is faster for many small matrices; results then repeat on the same number of ranks."""
+    kernels: Literal["auto", "torch"] = "auto"
+    """``auto``: the fastest kernels that give the same bits on this machine; ``torch``: torch's
+    operations only."""
 
     def __post_init__(self) -> None:
+        # First, because a preset may name an algorithm that one of these modules registers.
+        for module in self.rule_modules:
+            import_module(module, path="optimizer.rule_modules")
         _require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "a number of at least 0")
         if self.wave_bytes is not None:
             _require(self.wave_bytes > 0, "optimizer.wave_bytes", self.wave_bytes, "a positive number of bytes or null")
@@ -55,31 +74,34 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchConfig:
-    """The accumulation window: sequences that make one optimizer step."""
+    """The accumulation window: the sequences of one optimizer step."""
 
     global_batch: int
-    """Sequences in a window, over all ranks; a multiple of the number of ranks."""
+    """Sequences of a window, over all ranks; a multiple of the number of ranks."""
     micro_batch: int
-    """Most sequences in one forward and backward pass of one rank; it divides a rank's share of the window, or is more than
-    it. The passes of a window accumulate their gradients."""
+    """Largest number of sequences in one forward and backward pass of one rank. It divides a
+    rank's share of the window, or is larger than it. The passes accumulate their gradients."""
     max_consecutive_rejected: int = 10
-    """Windows with a non-finite loss or gradient in a row after which the run ends with an error."""
+    """The run ends with an error after this many windows in a row with a non-finite loss or
+    gradient."""
 
     def __post_init__(self) -> None:
         for name in ("global_batch", "micro_batch", "max_consecutive_rejected"):
             _require(getattr(self, name) >= 1, f"batch.{name}", getattr(self, name), "at least 1")
 
     def sequences_per_pass(self, world_size: int) -> int:
-        """Sequences that a rank takes at a time: ``micro_batch``, or its whole share of the window where that is smaller."""
+        """Sequences of one pass of a rank: ``micro_batch``, or the rank's whole share of the window
+        where that is smaller."""
         return min(self.micro_batch, self.global_batch // world_size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClippingConfig:
-    """Clipping of raw gradients. It never touches gradients of Muon, whose update does not depend on their scale."""
+    """Clipping of raw gradients. Muon's are never clipped: its update ignores their scale."""
 
     adamw_max_norm: float | None = 1.0
-    """Largest global norm of all AdamW gradients together; null: no clipping."""
+    """Largest global norm of the gradients of AdamW, and of every other rule whose update depends
+    on the scale of its gradients, all together; null: no clipping."""
 
     def __post_init__(self) -> None:
         if self.adamw_max_norm is not None:
@@ -88,15 +110,16 @@ class ClippingConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When checkpoints are written and from which one a run starts."""
+    """When checkpoints are written, and from which one a run starts."""
 
     every_steps: int | None = None
     """Steps between checkpoints; null: only at the end and on a stop signal."""
     keep: int = 2
-    """Newest complete checkpoints that stay on disk."""
+    """Number of complete checkpoints that stay on disk, the newest ones."""
     resume: str = "auto"
-    """``auto``: the newest complete checkpoint of the run folder, or a fresh start; ``none``: a fresh start in a run
-    folder that holds no run yet; else the path of one checkpoint folder."""
+    """``auto``: continue from the newest complete checkpoint of the run folder, or start fresh
+    where there is none; ``none``: start fresh in a run folder that holds no run yet; else the
+    path of one checkpoint folder."""
 
     def __post_init__(self) -> None:
         if self.every_steps is not None:
@@ -110,13 +133,14 @@ class LoggingConfig:
     """What is measured and how often."""
 
     print_every_steps: int = 10
-    """Steps between progress lines where there is no terminal for a progress bar."""
+    """Steps between progress lines, where the output is no terminal with a progress bar."""
     update_norm_every_steps: int | None = 1
-    """Steps between measurements of the update norms, which copy the parameter shards; null: never."""
+    """Steps between measurements of the update norms; null: never. A measurement copies the
+    parameter shards for the time of a step."""
     validation_every_steps: int | None = 100
     """Steps between validations; null: only at the start and at the end."""
     validation_batches: int = 8
-    """Global batches in one validation, always the same ones."""
+    """Global batches in one validation; always the same ones."""
 
     def __post_init__(self) -> None:
         _require(self.print_every_steps >= 1, "logging.print_every_steps", self.print_every_steps, "at least 1")
@@ -128,24 +152,24 @@ class LoggingConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything a training run depends on."""
+    """Everything that a training run depends on."""
 
     run_folder: str
     """Folder of this run: record, metrics, checkpoints, loss curve."""
     model: OMNConfig | HuggingFaceConfig
-    """Sizes of the OMN transformer, or ``huggingface: <type>`` with fields of its configuration."""
+    """Sizes of the OMN transformer, or ``huggingface: <type>`` and fields of its configuration."""
     data: DataConfig
     """Where the tokens come from."""
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
-    """Preset and what differs from it."""
+    """Preset, and the fields that differ from it."""
     schedule: ScheduleConfig
-    """The learning rate over accepted tokens; the peaks are the optimizer's."""
+    """The learning rate over accepted tokens; the peak rates are the optimizer's."""
     batch: BatchConfig
     """The accumulation window."""
     clipping: ClippingConfig = dataclasses.field(default_factory=ClippingConfig)
-    """Clipping of AdamW's gradients."""
+    """Clipping of raw gradients."""
     precision: PrecisionConfig = dataclasses.field(default_factory=PrecisionConfig)
-    """Dtype of the forward pass, deterministic flag."""
+    """Dtype of the forward pass, and whether kernels are deterministic."""
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     """Saving and resuming."""
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
@@ -153,15 +177,17 @@ class RunConfig:
     seed: int = 0
     """Seed of the initial weights and of torch's generators."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """``auto``: CUDA where there is some, else the CPU."""
+    """``auto``: CUDA where it is available, else the CPU."""
     reshard_after_forward: bool = True
-    """Free the gathered weights of a block after its forward and gather them again in backward."""
+    """Free gathered weights of a block after its forward, and gather them again in backward."""
     stop_after_steps: int | None = None
-    """End the run at this step, checkpoint included, though the schedule is longer; null: run to ``total_tokens``."""
+    """Save and end the run at this step, before the end of the schedule; null: run to
+    ``total_tokens``."""
     stop_signals: tuple[Literal["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"], ...] = ("SIGTERM", "SIGINT", "SIGUSR1")
-    """Signals after which all ranks save a checkpoint at the end of the current window and exit with status 75."""
+    """Signals after which all ranks finish the current window, save a checkpoint, and exit with
+    status 75."""
     collective_timeout_seconds: float = 600.0
-    """Longest wait for another rank before the run ends with an error."""
+    """Longest wait for another rank, after which the run ends with an error."""
 
     def __post_init__(self) -> None:
         _require(bool(self.run_folder), "run_folder", self.run_folder, "the path of a folder")
@@ -174,7 +200,7 @@ class RunConfig:
 
     @property
     def tokens_per_window(self) -> int:
-        """Tokens of one accumulation window over all ranks."""
+        """Tokens of one accumulation window, over all ranks."""
         return self.batch.global_batch * self.data.sequence_length
 
     @property
@@ -184,15 +210,16 @@ class RunConfig:
 
     @property
     def last_step(self) -> int:
-        """Step at which this run ends: ``total_steps``, or ``stop_after_steps`` where that comes first."""
+        """Step at which this run ends: ``total_steps``, or an earlier ``stop_after_steps``."""
         return self.total_steps if self.stop_after_steps is None else min(self.stop_after_steps, self.total_steps)
 
 
 def check_for_world_size(config: RunConfig, world_size: int) -> None:
-    """Refuse a number of ranks over which the window cannot be divided evenly.
+    """Check that the window can be divided evenly over the ranks and over the passes of a rank.
 
     Raises:
-        SettingsError: ``global_batch`` is not a multiple of the ranks, or a rank's share not one of ``micro_batch``.
+        SettingsError: ``global_batch`` is no multiple of the number of ranks, or a rank's share is
+            no multiple of ``micro_batch``.
     """
     batch = config.batch
     share, rest = divmod(batch.global_batch, world_size)
@@ -209,11 +236,17 @@ def check_for_world_size(config: RunConfig, world_size: int) -> None:
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a YAML file, apply ``a.b=value`` overrides (values parsed as YAML) and check everything that needs no run.
+    """The checked configuration in a YAML file, with overrides.
+
+    Imports the modules of ``optimizer.rule_modules``.
+
+    Args:
+        path: the file.
+        overrides: ``a.b=value``, the value parsed as YAML; later ones win.
 
     Raises:
-        SettingsError: no such file, YAML that does not parse, a key given twice, an unknown or missing key, a value of
-            the wrong type or out of range.
+        SettingsError: no such file, YAML that does not parse, a key that is given twice, an unknown
+            or missing key, or a value of the wrong type or out of range.
     """
     values = read_yaml(Path(path))
     for override in overrides:
@@ -222,13 +255,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def to_mapping(config: RunConfig) -> dict[str, Any]:
-    """The configuration as nested JSON types: what the run record and checkpoints store."""
+    """The configuration as nested JSON types, as the run record and checkpoints store it."""
     mapping: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
     return mapping
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML's safe loader, with a key that is given twice an error instead of the last one winning."""
+    """YAML's safe loader that refuses a key that is given twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -252,10 +285,10 @@ def _parse_yaml(text: str, source: str) -> Any:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file; a key that is given twice is an error.
+    """The mapping in a YAML file.
 
     Raises:
-        SettingsError: no such file, or something else in it.
+        SettingsError: no such file, no valid YAML, no mapping, or a key that is given twice.
     """
     try:
         text = path.read_text(encoding="utf-8")

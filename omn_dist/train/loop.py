@@ -6,41 +6,45 @@ from typing import Any
 
 import torch
 
-from omn_dist._grouping import set_row_lr
+from omn_dist.optim.groups import set_row_lr
 from omn_dist.settings import SettingsError
 from omn_dist.train.checkpointing import save_checkpoint
 from omn_dist.train.config import RunConfig, to_mapping
-from omn_dist.train.metrics import draw_loss_curve, open_gpu_meter, read_rows
+from omn_dist.train.gpu_meter import open_gpu_meter
+from omn_dist.train.metrics import read_rows
 from omn_dist.train.norms import UpdateNorms
 from omn_dist.train.passes import accumulate_window, validation_loss
+from omn_dist.train.pictures import draw_loss_curve
 from omn_dist.train.preflight import CHECKPOINTS, LOSS_CURVE, METRICS, RECORD
 from omn_dist.train.progress import Progress
 from omn_dist.train.ranks import Ranks, StopRequest, start_process_group, stop_process_group
 from omn_dist.train.record import write_record
 from omn_dist.train.schedule import learning_rate
 from omn_dist.train.setup import Run, set_up
-from omn_dist.train.window import RejectedWindowsError, Verdict, clip_adamw_gradients, judge_window
+from omn_dist.train.window import RejectedWindowsError, Verdict, clip_gradients, judge_window
 
 logger = logging.getLogger("omn_dist.train")
 
 STOPPED_EXIT_STATUS = 75
-"""Exit status of a run that saved a checkpoint because it was asked to stop; starting it again continues it."""
+"""Exit status of a run that was asked to stop and saved a checkpoint. The same command continues
+it."""
 
 
 def train(config: RunConfig, ranks: Ranks) -> int:
-    """Train from the start, or from the checkpoint that the configuration chooses, to the last step.
+    """Train from the start, or from the checkpoint that the configuration names, to the last step.
 
-    Collective: every rank of the run calls. Starts the process group, and leaves it on the ways out that all ranks take
-    together. Any other exception is left to the launcher, which ends the other ranks.
+    Collective: every rank of the run must call. Starts the process group, and ends it when the run
+    ends on all ranks alike. After any other exception the launcher ends the other ranks.
 
     Returns:
         0, or :data:`STOPPED_EXIT_STATUS` after a stop signal.
 
     Raises:
-        SettingsError: the run cannot start; on all ranks alike.
-        RejectedWindowsError: the run cannot go on; on all ranks alike.
+        SettingsError: the run cannot start. All ranks raise it.
+        RejectedWindowsError: the run cannot go on. All ranks raise it.
     """
-    # From the first moment, so that a signal during set-up is not lost, to the last, so that it ends no rank on its way out.
+    # Signals are caught during set-up too, so that none is lost, and until the process group has
+    # ended, so that none ends a rank while the others still wait for it.
     with StopRequest(config.stop_signals) as stop:
         start_process_group(ranks, config.collective_timeout_seconds)
         try:
@@ -53,7 +57,7 @@ def train(config: RunConfig, ranks: Ranks) -> int:
 
 
 class _Trainer:
-    """A run in motion. Every method that touches the model is collective."""
+    """Takes a run from its set-up to its end. Methods that use the model are collective."""
 
     def __init__(self, run: Run, stop: StopRequest) -> None:
         self._run, self._stop = run, stop
@@ -65,7 +69,7 @@ class _Trainer:
             logger.warning("%s", reason)
 
     def train(self) -> int:
-        """Train to the last step; 0, or the exit status of a run that was asked to stop before."""
+        """Train to the last step. Returns 0, or the exit status of a run that was asked to stop."""
         run, clock, last_step = self._run, self._clock, self._config.last_step
         if run.checks.resume is None:
             self._validate()
@@ -96,7 +100,11 @@ class _Trainer:
         return 0 if clock.steps >= last_step else STOPPED_EXIT_STATUS
 
     def _window(self) -> tuple[dict[str, Any] | None, bool]:
-        """One window: its metrics row where it was accepted, and whether some rank was asked to stop."""
+        """Train on one window.
+
+        Returns:
+            its metrics row, ``None`` where it was rejected; and whether any rank was asked to stop.
+        """
         run, config, clock = self._run, self._config, self._clock
         run.optimizer.zero_grad()
         started = time.perf_counter()
@@ -106,11 +114,11 @@ class _Trainer:
         if not verdict.accepted:
             self._reject(verdict)
             return None, verdict.stop
-        clip = clip_adamw_gradients(run.groups, verdict, config.clipping.adamw_max_norm)
+        clip = clip_gradients(run.groups, verdict, config.clipping.adamw_max_norm)
         measure = _is_due(config.logging.update_norm_every_steps, clock.steps + 1)
         if measure:
             self._update_norms.remember()
-        # The rate of a window is the schedule's at its end, see schedule.py.
+        # A window has the rate that the schedule has at its end, see schedule.py.
         tokens = clock.accepted_tokens + config.tokens_per_window
         for group, peak in zip(run.optimizer.param_groups, run.peaks, strict=True):
             group["lr"] = learning_rate(config.schedule, peak, tokens)
@@ -146,7 +154,7 @@ class _Trainer:
         clock, limit = self._clock, self._config.batch.max_consecutive_rejected
         clock.reject()
         logger.warning(
-            "window %d rejected, not finite: %s; step %d stands (%d rejected so far)",
+            "window %d rejected, not finite: %s; no step was taken, the run is at step %d (%d rejected so far)",
             clock.windows,
             verdict.offender,
             clock.steps,
@@ -170,7 +178,10 @@ class _Trainer:
             )
 
     def _after_step(self) -> None:
-        """Validate and save where they are due. In this order, so that a checkpoint's step has its validation row."""
+        """Validate and save where they are due.
+
+        In this order, so that the step of a checkpoint has its validation row.
+        """
         step, last = self._clock.steps, self._clock.steps == self._config.last_step
         if last or _is_due(self._config.logging.validation_every_steps, step):
             self._validate()
@@ -211,7 +222,7 @@ class _Trainer:
         logger.info("step %d  saved %s", self._clock.steps, path)
 
     def _finish(self) -> None:
-        """Complete the record, draw the loss curve and say where everything is."""
+        """Add the results to the run record, draw the loss curve, and log where the files are."""
         run, clock = self._run, self._clock
         if not self._ranks.is_first:
             return
@@ -228,17 +239,20 @@ class _Trainer:
         if draw_loss_curve(rows, run.folder / LOSS_CURVE):
             logger.info("loss curve  %s", run.folder / LOSS_CURVE)
         else:
-            logger.warning("no loss curve: matplotlib is not installed; install omn-dist[plots] for it")
+            logger.warning("no loss curve: matplotlib is not installed; pip install 'omn-dist[plots]'")
         logger.info("run record  %s", run.folder / RECORD)
         logger.info("metrics     %s", run.folder / METRICS)
-        logger.info("validation loss %s -> %s in %d steps", *(_text(losses, i) for i in (0, -1)), clock.steps)
+        logger.info("validation loss %s -> %s in %d steps", *(_loss_text(losses, i) for i in (0, -1)), clock.steps)
 
     def _append(self, row: dict[str, Any]) -> None:
         if self._run.metrics is not None:
             self._run.metrics.append(row)
 
     def _wait_for_device(self) -> None:
-        """Kernels are asynchronous on CUDA: without this the optimizer's time would show up in the next forward."""
+        """Wait for the kernels of the step, which CUDA runs asynchronously.
+
+        Without this the time of the optimizer would count as time of the next forward.
+        """
         if self._ranks.device.type == "cuda":
             torch.cuda.synchronize(self._ranks.device)
 
@@ -247,5 +261,5 @@ def _is_due(every: int | None, step: int) -> bool:
     return every is not None and step % every == 0
 
 
-def _text(losses: list[float | None], index: int) -> str:
+def _loss_text(losses: list[float | None], index: int) -> str:
     return f"{losses[index]:.4f}" if losses and losses[index] is not None else "not finite"

@@ -1,4 +1,4 @@
-"""Parameter groups as the training loop sees them, and norms over all shards of a group."""
+"""Parameter groups with labels, and norms over all shards of a group."""
 
 import dataclasses
 from collections import Counter
@@ -10,15 +10,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from omn_dist.optim.rules.registry import rule_by_name
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupView:
-    """One parameter group under a label that is the same on every rank."""
+    """One parameter group of the optimizer, with a label that is the same on every rank."""
 
     label: str
-    """The algorithm, with a suffix where several groups share it."""
-    algorithm: str
-    """Name of the group's algorithm."""
+    """Name of the group's algorithm, with a suffix where several groups have the same one."""
+    clipped: bool
+    """Whether raw gradients of this group are clipped, since its update depends on their scale."""
     names: tuple[str, ...]
     """Parameter names, parallel to ``parameters``."""
     parameters: tuple[nn.Parameter, ...]
@@ -26,7 +28,7 @@ class GroupView:
 
 
 def view_groups(param_groups: Sequence[dict[str, Any]]) -> tuple[GroupView, ...]:
-    """Labelled views of an optimizer's ``param_groups``, in their order; empty groups included."""
+    """A view of each of an optimizer's ``param_groups``, in their order; empty groups included."""
     labels = [str(group["algorithm"]) for group in param_groups]
     for repeated in [label for label, count in Counter(labels).items() if count > 1]:
         members = [index for index, label in enumerate(labels) if label == repeated]
@@ -38,7 +40,7 @@ def view_groups(param_groups: Sequence[dict[str, Any]]) -> tuple[GroupView, ...]
     return tuple(
         GroupView(
             label=label,
-            algorithm=str(group["algorithm"]),
+            clipped=rule_by_name(group["algorithm"]).depends_on_gradient_scale,
             names=tuple(group["param_names"]),
             parameters=tuple(group["params"]),
         )
@@ -47,12 +49,15 @@ def view_groups(param_groups: Sequence[dict[str, Any]]) -> tuple[GroupView, ...]
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The shard that this rank holds; the tensor itself where it is plain. Shares storage, detached."""
+    """This rank's shard, or the tensor itself where it is plain; detached, sharing storage."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def counts_here(parameter: Tensor) -> bool:
-    """Whether this rank's part of ``parameter`` enters a sum over ranks: of replicas, exactly one does."""
+    """Whether a sum over ranks counts this rank's part of ``parameter``.
+
+    Exactly one of several replicas counts.
+    """
     if not isinstance(parameter, DTensor):
         return not dist.is_initialized() or dist.get_rank() == 0
     coordinate = parameter.device_mesh.get_coordinate()
@@ -64,9 +69,10 @@ def counts_here(parameter: Tensor) -> bool:
 
 
 def local_norms(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Euclidean norms of this rank's parts, fp64, shape (len(tensors),). No communication, no wait for the device.
+    """Euclidean norms of this rank's parts, fp64, shape (len(tensors),).
 
-    fp64 accumulation keeps every finite fp32 tensor finite, so a non-finite norm means a non-finite element.
+    The norm of a finite fp32 tensor is finite in fp64, so a norm that is not finite shows an
+    element that is not finite. Not collective; does not wait for the device.
     """
     norms = [torch.linalg.vector_norm(local_part(tensor), dtype=torch.float64) for tensor in tensors]
     return torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float64, device=device)
@@ -75,16 +81,18 @@ def local_norms(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 def group_square_sums(
     groups: Sequence[GroupView], pick: Callable[[nn.Parameter], Tensor | None], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """This rank's share of the squared norm of each group, and whether everything it holds is finite.
+    """This rank's part of the squared norm of each group, and whether all its values are finite.
+
+    Not collective. Add the sums of all ranks, then take the root, for the norm of a group.
 
     Args:
         groups: the groups.
-        pick: the tensor to measure for a parameter, such as its gradient; ``None`` leaves it out.
-        device: where the sums live.
+        pick: the tensor to measure for a parameter, such as its gradient; ``None``: leave it out.
+        device: device of the results.
 
     Returns:
-        fp64 of shape (groups,): add over ranks, then take roots; and a boolean scalar that also looks at the replicas
-        which do not enter the sums.
+        The sums, fp64 of shape (len(groups),), and a boolean scalar. The sums count one of several
+        replicas; the boolean covers the replica of this rank in any case.
     """
     sums = torch.zeros(len(groups), dtype=torch.float64, device=device)
     finite = torch.ones((), dtype=torch.bool, device=device)
@@ -100,7 +108,7 @@ def group_square_sums(
 
 
 class UpdateNorms:
-    """Norms of what a step changed: copy the parameter shards before it, measure the difference after it."""
+    """Norms of the change that a step makes: parameters after it minus parameters before it."""
 
     def __init__(self, groups: Sequence[GroupView], device: torch.device) -> None:
         self._groups = groups
@@ -108,11 +116,14 @@ class UpdateNorms:
         self._before: dict[nn.Parameter, Tensor] = {}
 
     def remember(self) -> None:
-        """Copy the parameter shards. No communication; needs the memory of all shards until :meth:`measure`."""
+        """Copy this rank's parameter shards, before the step. Not collective.
+
+        The copies take memory until :meth:`measure`.
+        """
         self._before = {p: local_part(p).clone() for group in self._groups for p in group.parameters}
 
     def measure(self) -> dict[str, float]:
-        """Update norm by group label, and forget the copies. One all-reduce: all ranks must call."""
+        """Norm of the change by group label; frees the copies. Collective: one all-reduce."""
         for parameter, before in self._before.items():
             before.sub_(local_part(parameter))
         sums, _ = group_square_sums(self._groups, self._before.get, self._device)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from omn_dist.models import LanguageModel
-from omn_dist.optimizer import DualOptimizer
+from omn_dist.optim.optimizer import DualOptimizer
 from omn_dist.train.config import RunConfig
 from omn_dist.train.data import BatchSource, rank_share
 from omn_dist.train.precision import forward_context
@@ -18,13 +18,16 @@ from omn_dist.train.ranks import Ranks
 def accumulate_window(
     model: LanguageModel, optimizer: DualOptimizer, source: BatchSource, config: RunConfig, ranks: Ranks, window: int
 ) -> Tensor:
-    """Forward and backward over all micro-batches of a window; gradients of the mean loss end in the sharded ``grad``.
+    """Forward and backward over all micro-batches of a window.
 
-    Every sequence has the same number of targets, so the mean of the micro-batches' means is the mean over tokens;
-    FSDP2 divides by the number of ranks. Gradients are reduced over ranks once, in the last backward. Collective.
+    Afterwards the sharded ``grad`` of each parameter holds the gradient of the mean loss over the
+    tokens of the window. Every sequence has the same number of targets, so that is the mean of the
+    micro-batches' means; FSDP2 divides by the number of ranks. Gradients are reduced over ranks
+    once, in the last backward. Collective: all ranks must call.
 
     Returns:
-        This rank's mean loss, fp32 scalar on the device; not reduced over ranks, not waited for.
+        This rank's mean loss, an fp32 scalar on the device, not reduced over ranks. Does not wait
+        for the device.
     """
     start, count = rank_share(config.batch.global_batch, ranks.rank, ranks.world_size)
     first = window * config.batch.global_batch + start
@@ -45,7 +48,10 @@ def accumulate_window(
 
 @torch.no_grad()
 def validation_loss(model: LanguageModel, source: BatchSource, config: RunConfig, ranks: Ranks) -> float:
-    """Mean loss over the first ``validation_batches`` global batches of ``source``. Collective; the same on all ranks."""
+    """Mean loss over the first ``validation_batches`` global batches of ``source``.
+
+    The same on all ranks. Collective: all ranks must call.
+    """
     global_batch, micro_batch = config.batch.global_batch, config.batch.sequences_per_pass(ranks.world_size)
     start, count = rank_share(global_batch, ranks.rank, ranks.world_size)
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
@@ -54,7 +60,8 @@ def validation_loss(model: LanguageModel, source: BatchSource, config: RunConfig
         for offset in range(0, count, micro_batch):
             total += _loss(model, source, config, ranks, batch * global_batch + start + offset)
     model.train()
-    # The root group stays gathered after a forward without backward, and would hide later changes of the shards.
+    # FSDP2 keeps the weights of the root module gathered after a forward without a backward. The
+    # next forward would then not see the step that is taken in between.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

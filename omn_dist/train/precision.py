@@ -1,7 +1,8 @@
-"""The precision policy: which shortcuts the matrix kernels may take, and the dtype of the forward pass.
+"""Precision: the dtype of the forward pass, and how precise CUDA kernels must be.
 
-One flag governs the three permissions of CUDA kernels (TF32 in matrix products, TF32 in cuDNN, reduced precision in
-bf16 reductions): permitted by default, off under ``deterministic``. What torch then reports goes to the run record.
+CUDA kernels may use TF32 in matrix products, TF32 in cuDNN, and reduced precision in bf16
+reductions. All three are on by default and off under ``deterministic``. The run record holds what
+torch reports after they were set.
 """
 
 import contextlib
@@ -14,25 +15,25 @@ import torch
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """Dtype of the forward pass and the deterministic flag."""
+    """Dtype of the forward pass, and whether kernels are deterministic."""
 
     autocast: Literal["bfloat16", "none"] = "none"
-    """Dtype of the products in forward and backward; parameters, gradients and state stay fp32."""
+    """Dtype of products in forward and backward. Parameters, gradients and state stay fp32."""
     deterministic: bool = False
-    """Forbid TF32 and reduced-precision reductions and ask torch for deterministic kernels."""
+    """Switch off TF32 and reduced-precision reductions, and use torch's deterministic kernels."""
 
 
 def apply_precision(config: PrecisionConfig) -> dict[str, Any]:
-    """Set torch's global switches from ``config`` and return the policy as torch reports it afterwards.
+    """Set torch's global switches from ``config``, and return what torch reports afterwards.
 
-    Call before the first CUDA kernel: cuBLAS reads its workspace setting once.
+    Call it before the first CUDA kernel, because cuBLAS reads its workspace setting only once.
     """
     permitted = not config.deterministic
     torch.backends.cuda.matmul.allow_tf32 = permitted
     torch.backends.cudnn.allow_tf32 = permitted
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = permitted
     if config.deterministic:
-        # cuBLAS is only reproducible with a fixed workspace; torch refuses its products otherwise.
+        # cuBLAS is reproducible with a fixed workspace only, and torch refuses it without one.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(config.deterministic)
@@ -40,7 +41,7 @@ def apply_precision(config: PrecisionConfig) -> dict[str, Any]:
 
 
 def effective_policy(config: PrecisionConfig) -> dict[str, Any]:
-    """The policy in force, read back from torch; JSON-able."""
+    """The settings in force, as torch reports them; JSON types."""
     return {
         "autocast": config.autocast,
         "deterministic": config.deterministic,
@@ -54,7 +55,7 @@ def effective_policy(config: PrecisionConfig) -> dict[str, Any]:
 
 
 def forward_context(config: PrecisionConfig, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """The context around every forward pass: autocast to the configured dtype, or nothing."""
+    """The context for every forward pass: autocast to the configured dtype, or nothing."""
     if config.autocast == "none":
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Everything that can be checked before a run takes a step, without a process group."""
+"""Checks before a run takes its first step, without a process group."""
 
 import dataclasses
 import os
@@ -12,15 +12,15 @@ from omn_dist.train.config import RunConfig, check_for_world_size, to_mapping
 from omn_dist.train.data import BatchSource, TextData, open_data
 
 CHECKPOINTS = "checkpoints"
-"""Folder of the checkpoints in a run folder."""
+"""Folder with the checkpoints, in the run folder."""
 METRICS = "metrics.jsonl"
-"""Metrics file in a run folder."""
+"""Metrics file, in the run folder."""
 RECORD = "record.json"
-"""Run record in a run folder."""
+"""Run record, in the run folder."""
 LOSS_CURVE = "loss_curve.png"
-"""Plot in a run folder."""
+"""Picture of the losses, in the run folder."""
 
-# Keys that may differ between a run and the checkpoint it continues without a word ...
+# Keys that may differ between a run and the checkpoint that it continues. Nothing is logged.
 _FREE = (
     "run_folder",
     "logging",
@@ -30,16 +30,19 @@ _FREE = (
     "collective_timeout_seconds",
     "data.path",
 )
-# ... and those that may, because they change how far or how fast the run goes, and are reported.
+# Keys that may differ, and are logged: they change how far or how fast the run goes.
 _REPORTED = (
     "schedule.total_tokens",
     "schedule.stable_until_tokens",
     "batch.micro_batch",
     "batch.max_consecutive_rejected",
+    "optimizer.rule_modules",
     "optimizer.wave_bytes",
     "optimizer.transport",
     "optimizer.overlap_backward",
     "optimizer.teams",
+    "optimizer.batch_invariant",
+    "optimizer.kernels",
     "model.activation_checkpointing",
     "reshard_after_forward",
     "device",
@@ -48,25 +51,27 @@ _REPORTED = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Preflight:
-    """What the checks opened and found."""
+    """The data and the checkpoint that the checks have opened."""
 
     data: TextData
-    """Opened text."""
+    """The opened text."""
     train: BatchSource
-    """Training samples by number."""
+    """Training samples, read by their number."""
     validation: BatchSource
-    """Validation samples by number, in a fixed order."""
+    """Validation samples, read by their number; their order is fixed."""
     resume: SavedRun | None
     """The checkpoint to continue from; ``None`` for a fresh start."""
     changes: tuple[str, ...]
-    """Differences from the checkpoint's configuration that are allowed and worth a line each."""
+    """Allowed differences from the configuration of the checkpoint, one line each, to be logged."""
 
 
 def preflight(config: RunConfig, world_size: int) -> Preflight:
-    """Check the data, the sizes against each other and the state of the run folder. Writes nothing, no collective.
+    """Check the data, the sizes that must fit each other, and the run folder.
+
+    Writes nothing. Not collective.
 
     Raises:
-        SettingsError: the run cannot start; one line.
+        SettingsError: the run cannot start.
     """
     check_for_world_size(config, world_size)
     data = open_data(config.data)
@@ -76,13 +81,13 @@ def preflight(config: RunConfig, world_size: int) -> Preflight:
         )
     length = config.data.sequence_length
     train = BatchSource(data.train, sequence_length=length, seed=config.data.seed)
-    # The same sample of the whole validation text for every run, whatever its seeds.
+    # A fixed seed: every run is validated on the same samples, whatever its own seeds.
     validation = BatchSource(data.validation, sequence_length=length, seed=0)
     samples = config.logging.validation_batches * config.batch.global_batch
-    if samples > validation.num_windows:
+    if samples > validation.num_sequences:
         raise SettingsError(
             f"logging.validation_batches: found {config.logging.validation_batches} of {config.batch.global_batch} "
-            f"sequences = {samples}, expected at most the {validation.num_windows} sequences of the validation text; "
+            f"sequences = {samples}, expected at most the {validation.num_sequences} sequences of the validation text; "
             "lower it"
         )
     resume = _find_resume(config)
@@ -96,7 +101,7 @@ def preflight(config: RunConfig, world_size: int) -> Preflight:
                 "run_folder"
             )
         if resume.world_size != world_size:
-            changes += (f"{world_size} ranks, {resume.world_size} in the checkpoint: not bitwise the same run",)
+            changes += (f"{world_size} ranks, {resume.world_size} in the checkpoint: results can differ in the last bits",)
     return Preflight(data=data, train=train, validation=validation, resume=resume, changes=changes)
 
 
@@ -119,7 +124,7 @@ def _find_resume(config: RunConfig) -> SavedRun | None:
     if newer:
         raise SettingsError(
             f"run_folder {folder}: has checkpoints newer than {saved.path.name} ({', '.join(newer)}), which a run "
-            "from there would write over; choose another run_folder or remove them"
+            "from there would overwrite; choose another run_folder or remove them"
         )
     return saved
 
@@ -138,10 +143,10 @@ def compare_configs(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tup
     """Compare the configuration of a checkpoint with that of the run that continues it.
 
     Returns:
-        the differences that are allowed and worth a line.
+        The allowed differences that are logged.
 
     Raises:
-        SettingsError: naming all keys that must be the same and are not, with both values.
+        SettingsError: keys that must not differ do; the message has all of them with both values.
     """
     reported: list[str] = []
     refused: list[str] = []

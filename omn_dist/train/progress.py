@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: a progress bar on a terminal, a line now and then elsewhere."""
+"""Progress of a run: a progress bar on a terminal, log lines elsewhere."""
 
 import logging
 import sys
@@ -12,12 +12,12 @@ logger = logging.getLogger("omn_dist.train")
 
 
 class Progress:
-    """Progress of the first rank; silent on the others.
+    """Shows the progress on the first rank; does nothing on the others.
 
     Args:
         first_step: step at which this process starts.
         last_step: step at which it ends.
-        print_every_steps: steps between lines where there is no terminal.
+        print_every_steps: steps between log lines where there is no terminal.
         enabled: whether this rank shows anything.
     """
 
@@ -55,6 +55,6 @@ class Progress:
         )
 
     def close(self) -> None:
-        """Leave the bar as it is and stop drawing."""
+        """Stop drawing; the bar stays on the screen."""
         if self._bar is not None:
             self._bar.close()

@@ -1,4 +1,7 @@
-"""The ranks of a run: who this process is, its process group, agreement on errors, and the request to stop."""
+"""The ranks of a run.
+
+Which rank this process is, its process group, agreement on errors, and requests to stop.
+"""
 
 import dataclasses
 import datetime
@@ -10,7 +13,7 @@ from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in its stubs
 
 from omn_dist.settings import SettingsError
 
@@ -19,12 +22,12 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """This process among the processes of the run."""
+    """The rank of this process among the processes of the run."""
 
     rank: int
     """0 .. ``world_size`` - 1."""
     local_rank: int
-    """Position on this machine; the index of the GPU."""
+    """Number on this machine, and index of the GPU."""
     world_size: int
     """Processes of the run."""
     device: torch.device
@@ -32,16 +35,16 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank writes the files and talks to the user."""
+        """Whether this rank writes the files and the log."""
         return self.rank == 0
 
 
 def read_ranks(device: Literal["auto", "cpu", "cuda"]) -> Ranks:
-    """Who this process is, from the variables that torchrun sets; without them, the only process.
+    """The rank of this process, from torchrun's variables; without them, rank 0 of 1.
 
     Raises:
-        SettingsError: CUDA is asked for and missing, fewer GPUs than processes on this machine, or incomplete
-        variables.
+        SettingsError: CUDA is asked for and missing, there are fewer GPUs than processes on this
+            machine, or some of the variables are missing.
     """
     present = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in os.environ]
     if present and len(present) < 3:
@@ -58,7 +61,11 @@ def read_ranks(device: Literal["auto", "cpu", "cuda"]) -> Ranks:
 
 
 def check_num_gpus(expected: int) -> None:
-    """Refuse a machine that has fewer than ``expected`` GPUs."""
+    """Check that this machine has at least ``expected`` GPUs.
+
+    Raises:
+        SettingsError: it has fewer.
+    """
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if found < expected:
         raise SettingsError(
@@ -68,7 +75,10 @@ def check_num_gpus(expected: int) -> None:
 
 
 def start_process_group(ranks: Ranks, timeout_seconds: float) -> None:
-    """Join the default process group: gloo for CPU tensors, NCCL beside it for CUDA. All ranks must call."""
+    """Start the default process group: gloo for CPU tensors, and NCCL for CUDA tensors.
+
+    Collective: all ranks must call.
+    """
     timeout = datetime.timedelta(seconds=timeout_seconds)
     backend = "gloo"
     if ranks.device.type == "cuda":
@@ -81,16 +91,25 @@ def start_process_group(ranks: Ranks, timeout_seconds: float) -> None:
 
 
 def stop_process_group() -> None:
-    """Wait for all ranks, then leave the group. Ranks that leave at different moments can abort each other."""
+    """Wait for all ranks, then end the process group. Collective: all ranks must call.
+
+    Without the wait, a rank that ends early can make collectives of the others fail.
+    """
     dist.barrier()
     dist.destroy_process_group()
 
 
 def agree(check: Callable[[], T]) -> T:
-    """Run ``check`` on every rank; where it fails on any, raise the failure of the lowest such rank on all of them.
+    """Run ``check`` on every rank; if it fails on any rank, raise the same error on all ranks.
 
-    Collective: all ranks must call, and ``check`` must not communicate. Held back are :class:`SettingsError` and
-    ``OSError`` (a file or folder that cannot be used); both come out as :class:`SettingsError`.
+    Collective: all ranks must call. ``check`` must not be collective itself.
+
+    Returns:
+        The result of ``check`` on this rank.
+
+    Raises:
+        SettingsError: ``check`` raised :class:`SettingsError` or ``OSError`` on some rank. The
+            message is that of the lowest such rank. Other exceptions are not caught.
     """
     result: list[T] = []
     message: str | None = None
@@ -107,10 +126,10 @@ def agree(check: Callable[[], T]) -> T:
 
 
 class StopRequest:
-    """Remembers that this process was asked to stop; the training loop looks at it once a window.
+    """Records that a stop signal came; the training loop reads :attr:`requested` once a window.
 
     Args:
-        names: of the signals that ask.
+        names: names of the stop signals, such as ``SIGTERM``.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -119,13 +138,13 @@ class StopRequest:
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> "StopRequest":
-        """Take over the stop signals."""
+        """Install the handler of the stop signals."""
         for number in self._signals:
             self._previous[number] = signal.signal(number, self._remember)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give the signals back to whom they belonged."""
+        """Restore the previous handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 

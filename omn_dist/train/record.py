@@ -1,4 +1,4 @@
-"""The run record: one JSON file that says what ran, with what, and what it came to."""
+"""The run record: a JSON file with configuration, versions, machines, plans and results."""
 
 import json
 import platform
@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 
 from omn_dist import __version__
-from omn_dist._state_bytes import state_bytes
+from omn_dist.optim.state import state_bytes
 from omn_dist.train.config import RunConfig, to_mapping
-from omn_dist.train.metrics import write_durably
+from omn_dist.train.files import write_durably
 from omn_dist.train.norms import GroupView
 from omn_dist.train.ranks import Ranks
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python, torch and this package, and the commit of the working tree it runs from, if there is one."""
+    """Versions of Python, torch and this package, and the git commit of its source, if any."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -39,7 +39,7 @@ def _git_commit() -> str | None:
 
 
 def describe_ranks(ranks: Ranks) -> list[dict[str, Any]]:
-    """Host and device of every rank, in order of rank. Collective: all ranks must call."""
+    """Host and device of every rank, in the order of ranks. Collective: all ranks must call."""
     cuda = ranks.device.type == "cuda"
     name = torch.cuda.get_device_name(ranks.device) if cuda else platform.machine()
     own = {
@@ -57,9 +57,9 @@ def describe_ranks(ranks: Ranks) -> list[dict[str, Any]]:
 def describe_optimizer(
     config: RunConfig, groups: Sequence[GroupView], param_groups: Sequence[Mapping[str, Any]], peaks: Sequence[float]
 ) -> dict[str, Any]:
-    """What was asked of the optimizer (``configured``) beside what each group really does (``effective``).
+    """The optimizer's settings as given (``configured``) and by group (``effective``).
 
-    The two differ by intent: a decay that is configured reaches no parameter when no group decays.
+    The two can differ: a configured weight decay has no effect where no group decays.
     """
     effective = {
         view.label: {
@@ -82,10 +82,10 @@ def describe_optimizer(
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Write the record atomically."""
+    """Write the record; a crash leaves the old one or the new one."""
     write_durably(path, json.dumps(record, indent=1) + "\n")
 
 
 def base_record(config: RunConfig, policy: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts of the record that no rank needs another one for."""
+    """The parts of the record that need no communication: configuration, precision, versions."""
     return {"configuration": to_mapping(config), "precision": dict(policy), "versions": versions()}

@@ -1,8 +1,9 @@
-"""The token clock and the learning-rate schedule that reads it. Pure: integers and floats in, floats out.
+"""The token clock, and the learning rate over accepted tokens.
 
-The learning rate of a window is the schedule *at the end of that window*: with t accepted tokens before it and n tokens
-in it, ``learning_rate(schedule, peak, t + n)``. So the first window already trains, the window that ends the warm-up
-runs at the peak, and the window that reaches ``total_tokens`` runs at the floor.
+A window has the learning rate that the schedule has *at its end*: with t accepted tokens before it
+and n tokens in it, ``learning_rate(schedule, peak, t + n)``. So the rate of the first window is not
+zero, the window that ends the warm-up has the peak, and the window that reaches ``total_tokens``
+has the floor.
 """
 
 import dataclasses
@@ -13,16 +14,16 @@ from omn_dist.settings import SettingsError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """Warm-up, stable phase and square-root cool-down over accepted tokens."""
+    """Warm-up, stable phase, and square-root cool-down, over accepted tokens."""
 
     total_tokens: int
-    """Accepted tokens at which the run ends and the cool-down reaches its floor."""
+    """Accepted tokens at which the run ends and the cool-down reaches the floor."""
     warmup_tokens: int = 0
-    """Accepted tokens over which the rate grows linearly from zero to the peak."""
+    """Accepted tokens over which the rate rises linearly from zero to the peak."""
     stable_until_tokens: int | None = None
     """Accepted tokens at which the cool-down starts; null: no cool-down."""
     floor: float = 1e-5
-    """Absolute rate at the end of the cool-down, for every group; a peak below it is never raised."""
+    """Learning rate at the end of the cool-down, for every group. A lower peak stays as it is."""
 
     def __post_init__(self) -> None:
         if self.total_tokens < 1:
@@ -42,21 +43,22 @@ class ScheduleConfig:
 
     @property
     def cooldown_start(self) -> int:
-        """Accepted tokens at which the cool-down starts; ``total_tokens`` where there is none."""
+        """Accepted tokens at which the cool-down starts; ``total_tokens`` without a cool-down."""
         return self.total_tokens if self.stable_until_tokens is None else self.stable_until_tokens
 
 
 def learning_rate(schedule: ScheduleConfig, peak: float, tokens: int) -> float:
-    """The learning rate at ``tokens`` accepted tokens for a group whose stable rate is ``peak``.
+    """The learning rate at ``tokens`` accepted tokens, for a group whose stable rate is ``peak``.
 
     Warm-up: ``peak * tokens / warmup_tokens``. Stable: ``peak``. Cool-down:
-    ``floor + (peak - floor) * (1 - sqrt(p))`` with p from 0 at its start to 1 at ``total_tokens``; then the floor.
+    ``floor + (peak - floor) * (1 - sqrt(p))``, where p rises from 0 at its start to 1 at
+    ``total_tokens``; afterwards the floor.
     """
     if tokens < schedule.warmup_tokens:
         return peak * tokens / schedule.warmup_tokens
     if schedule.stable_until_tokens is None or tokens <= schedule.stable_until_tokens:
         return peak
-    # A rate of zero must stay zero: the floor bounds the decay, it is no minimum rate.
+    # A peak below the floor stays as it is; a rate of zero must stay zero.
     floor = min(schedule.floor, peak)
     length = schedule.total_tokens - schedule.stable_until_tokens
     progress = 1.0 if length == 0 else min(1.0, (tokens - schedule.stable_until_tokens) / length)
@@ -65,14 +67,18 @@ def learning_rate(schedule: ScheduleConfig, peak: float, tokens: int) -> float:
 
 @dataclasses.dataclass(kw_only=True)
 class TokenClock:
-    """Counts of the run. Only accepted windows move the tokens and the steps; every window moves the data position."""
+    """Counts of a run.
+
+    Accepted windows count as tokens and steps; every window counts for the position in the data.
+    """
 
     accepted_tokens: int = 0
-    """Tokens of all accepted windows; the schedule reads this."""
+    """Tokens of all accepted windows; the argument of the schedule."""
     steps: int = 0
-    """Accepted windows: optimizer steps taken."""
+    """Accepted windows, which are the optimizer steps taken."""
     windows: int = 0
-    """Windows read from the data, accepted or rejected: the data position is this times the global batch."""
+    """Windows read from the data, accepted or rejected. The position in the data is this number
+    times the global batch."""
     rejected: int = 0
     """Rejected windows."""
     consecutive_rejected: int = 0
@@ -86,7 +92,7 @@ class TokenClock:
         self.consecutive_rejected = 0
 
     def reject(self) -> None:
-        """Count a rejected window: its data are not read again, tokens and steps stand still."""
+        """Count a rejected window: its data are not read again, tokens and steps do not change."""
         self.windows += 1
         self.rejected += 1
         self.consecutive_rejected += 1

@@ -1,4 +1,4 @@
-"""From a configuration to everything the loop needs: model, optimizer, data, clock, files."""
+"""Builds what the training loop needs: model, optimizer, data, clock, files."""
 
 import dataclasses
 import logging
@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from omn_dist import DualOptimizer, build_parameter_groups
 from omn_dist.models import OMN, HuggingFaceConfig, LanguageModel, shard_model
 from omn_dist.models.huggingface import initialized
-from omn_dist.presets import resolve_preset
+from omn_dist.optim.presets import resolve_preset
 from omn_dist.roles import format_groups
+from omn_dist.roles.algorithms import algorithm_kind
 from omn_dist.train.checkpointing import load_checkpoint
 from omn_dist.train.config import RunConfig
 from omn_dist.train.metrics import MetricsFile
@@ -30,35 +31,35 @@ logger = logging.getLogger("omn_dist.train")
 
 @dataclasses.dataclass(kw_only=True)
 class Run:
-    """A run that is ready to take its next window."""
+    """A run that is ready for its next window."""
 
     config: RunConfig
     ranks: Ranks
     folder: Path
     """The run folder."""
     checks: Preflight
-    """Opened data and the checkpoint to continue from."""
+    """The opened data, and the checkpoint to continue from."""
     model: LanguageModel
     """Sharded over all ranks."""
     optimizer: DualOptimizer
     groups: tuple[GroupView, ...]
     """Parallel to ``optimizer.param_groups``."""
     peaks: tuple[float, ...]
-    """Peak learning rate of each group."""
+    """Peak learning rate of each group, parallel to ``groups``."""
     clock: TokenClock
     metrics: MetricsFile | None
-    """On the first rank only."""
+    """On the first rank; ``None`` on the others."""
     record: dict[str, Any]
-    """The run record as written; the end of the run adds its results."""
+    """The run record as written at the start; the end of the run adds its results."""
 
     @property
     def fresh(self) -> bool:
-        """Whether the run starts from its initial weights."""
+        """Whether the run starts from initial weights instead of a checkpoint."""
         return self.checks.resume is None
 
 
 def build_meta_model(config: RunConfig) -> LanguageModel:
-    """The model on the meta device: shapes and names, no memory. Not collective."""
+    """The model on the meta device: names and shapes without weights. Not collective."""
     if isinstance(config.model, HuggingFaceConfig):
         return config.model.build(torch.device("meta"))
     with torch.device("meta"):
@@ -66,7 +67,10 @@ def build_meta_model(config: RunConfig) -> LanguageModel:
 
 
 def build_model(config: RunConfig, device: torch.device) -> LanguageModel:
-    """The model on ``device``, sharded over all ranks, its weights a function of the seed alone. All ranks must call."""
+    """The model on ``device``, sharded over all ranks.
+
+    The initial weights depend on the seed only. Collective: all ranks must call.
+    """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
     if isinstance(config.model, HuggingFaceConfig):
         whole = initialized(config.model, config.seed).to(device)
@@ -80,35 +84,40 @@ def build_model(config: RunConfig, device: torch.device) -> LanguageModel:
 
 
 def build_groups(config: RunConfig, model: nn.Module) -> list[dict[str, Any]]:
-    """Parameter groups of a model on any device, with the decay that each of them really gets.
+    """Parameter groups of a model, which may be on any device. Not collective.
 
-    The preset decides the decay of matrices; ``optimizer.weight_decay`` is that of the AdamW parameters that decay. Not
-    collective.
+    Matrices have the preset's weight decay, other parameters that decay ``optimizer.weight_decay``.
     """
     groups = build_parameter_groups(model, weight_decay=config.optimizer.weight_decay)
     preset = resolve_preset(config.optimizer.preset, config.optimizer.overrides)
     for group in groups:
-        if group["algorithm"] != "adamw":
+        if algorithm_kind(group["algorithm"]).takes_matrices:
             group["weight_decay"] = preset.weight_decay
     return groups
 
 
 def build_optimizer(config: RunConfig, model: LanguageModel) -> DualOptimizer:
-    """The dual optimizer of a model. All ranks must call: they compare their plans."""
+    """The optimizer of a model. Collective: all ranks must call, and compare their plans."""
     settings = config.optimizer
-    options: dict[str, Any] = dict(settings.overrides) | {"transport": settings.transport, "teams": settings.teams}
+    options: dict[str, Any] = dict(settings.overrides) | {
+        "transport": settings.transport,
+        "teams": settings.teams,
+        "batch_invariant": settings.batch_invariant,
+        "kernels": settings.kernels,
+    }
     if settings.wave_bytes is not None:
         options["wave_bytes"] = settings.wave_bytes
     return DualOptimizer(build_groups(config, model), preset=settings.preset, **options)
 
 
 def set_up(config: RunConfig, ranks: Ranks) -> Run:
-    """Check, build, and load the checkpoint if there is one. Needs the process group; all ranks must call.
+    """Check and build everything, and load the checkpoint if there is one.
 
-    Nothing is written before all ranks have passed the checks and the checkpoint is loaded.
+    Writes nothing until all ranks have passed the checks and loaded the checkpoint. Collective: all
+    ranks must call, after :func:`~omn_dist.train.ranks.start_process_group`.
 
     Raises:
-        SettingsError: on all ranks alike.
+        SettingsError: the run cannot start. All ranks raise the same error.
     """
     checks = agree(lambda: preflight(config, ranks.world_size))
     policy = apply_precision(config.precision)
@@ -128,8 +137,8 @@ def set_up(config: RunConfig, ranks: Ranks) -> Run:
             "name": checks.data.name,
             "fingerprint": checks.data.fingerprint,
             "training_tokens": checks.data.num_tokens,
-            "training_sequences": checks.train.num_windows,
-            "validation_sequences": checks.validation.num_windows,
+            "training_sequences": checks.train.num_sequences,
+            "validation_sequences": checks.validation.num_sequences,
         },
         "ranks": hosts,
         "optimizer": describe_optimizer(config, groups, optimizer.param_groups, peaks),

@@ -1,8 +1,9 @@
-"""The accepted-window rule: all ranks take a step together, or none does.
+"""Accepting or rejecting a window: all ranks take the step, or none does.
 
-After the last backward of an accumulation window one all-reduce tells every rank the loss, whether anything anywhere is
-not finite, whether somebody asked to stop, and the gradient norm of each group. A rejected window leaves weights,
-optimizer state and clock as they were; only its data are used up.
+One all-reduce after the last backward of a window gives every rank the loss, whether any value on
+any rank is not finite, whether any rank was asked to stop, and the gradient norm of each group. A
+rejected window does not change weights, optimizer state, tokens or steps; its data are not read
+again.
 """
 
 import dataclasses
@@ -17,42 +18,39 @@ from omn_dist.train.norms import GroupView, group_square_sums, local_norms, loca
 
 
 class RejectedWindowsError(RuntimeError):
-    """Too many windows in a row were rejected. Raised on all ranks alike."""
+    """Too many windows in a row were rejected. All ranks raise it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What all ranks know about a window; equal on all of them."""
+    """The judgement of a window; the same on all ranks."""
 
     accepted: bool
-    """Loss and gradients are finite on every rank."""
+    """Whether loss and gradients are finite on every rank."""
     loss: float
-    """Mean loss over the window's tokens, nats."""
+    """Mean loss over the tokens of the window, in nats."""
     stop: bool
-    """Some rank was asked to stop."""
+    """Whether any rank was asked to stop."""
     gradient_norms: dict[str, float]
-    """Global gradient norm by group label, before clipping."""
+    """Gradient norm over all ranks by group label, before clipping."""
     offender: str | None
-    """Where a rejected window went wrong: a parameter and a rank, or the loss and a rank."""
-
-
-def _gradient(parameter: Tensor) -> Tensor | None:
-    return parameter.grad
+    """What was not finite in a rejected window: a gradient or the loss, and on which rank."""
 
 
 def judge_window(groups: Sequence[GroupView], loss: Tensor, *, stop: bool) -> Verdict:
-    """Agree on a window after its last backward. Collective: all ranks call; one all-reduce, and one gather of names on
-    a rejection.
+    """Decide on all ranks alike whether a window is accepted, after its last backward.
 
-    Reads gradients, changes nothing.
+    Reads gradients and changes nothing. Collective: all ranks must call. One all-reduce, and an
+    all-gather of names if the window is rejected.
 
     Args:
         groups: all groups of the optimizer.
-        loss: this rank's mean loss over its part of the window, a scalar; parts are of equal size.
+        loss: this rank's mean loss over its part of the window, a scalar; all parts have the same
+            number of tokens.
         stop: whether this rank was asked to stop.
     """
     device = loss.device
-    sums, finite = group_square_sums(groups, _gradient, device)
+    sums, finite = group_square_sums(groups, lambda parameter: parameter.grad, device)
     finite = finite & loss.isfinite()
     asked_to_stop = torch.full((), float(stop), dtype=torch.float64, device=device)
     message = torch.cat((torch.stack((loss.detach().double(), (~finite).double(), asked_to_stop)), sums))
@@ -72,7 +70,10 @@ def judge_window(groups: Sequence[GroupView], loss: Tensor, *, stop: bool) -> Ve
 
 
 def _find_offender(groups: Sequence[GroupView], loss: Tensor) -> str:
-    """What is not finite and where: ranks with a bad loss, and the first bad gradient of the lowest rank that has one."""
+    """What is not finite, and where.
+
+    Names all ranks with such a loss, and the first such gradient of the lowest rank that has one.
+    """
     named = [pair for group in groups for pair in zip(group.names, group.parameters, strict=True)]
     present = [(name, parameter.grad) for name, parameter in named if parameter.grad is not None]
     finite = local_norms([gradient for _, gradient in present], loss.device).isfinite().tolist()
@@ -92,21 +93,22 @@ def _find_offender(groups: Sequence[GroupView], loss: Tensor) -> str:
     return " and ".join(parts)
 
 
-def clip_adamw_gradients(groups: Sequence[GroupView], verdict: Verdict, max_norm: float | None) -> float:
-    """Scale the gradients of all AdamW groups together to a global norm of at most ``max_norm``, in place.
+def clip_gradients(groups: Sequence[GroupView], verdict: Verdict, max_norm: float | None) -> float:
+    """Scale the gradients of all clipped groups to a common norm of at most ``max_norm``, in place.
 
-    Like ``torch.nn.utils.clip_grad_norm_`` over those groups alone: factor ``min(1, max_norm / (norm + 1e-6))``.
-    Gradients of other groups are not touched. No communication: the norms come from the verdict.
+    Like ``torch.nn.utils.clip_grad_norm_`` on these groups: the factor is
+    ``min(1, max_norm / (norm + 1e-6))``. Gradients of other groups do not change. Not collective,
+    since the verdict has the norms.
 
     Returns:
-        The factor, 1.0 where nothing was clipped.
+        The factor; 1.0 where nothing was clipped.
     """
-    adamw = [group for group in groups if group.algorithm == "adamw"]
-    norm = math.sqrt(sum(verdict.gradient_norms[group.label] ** 2 for group in adamw))
+    clipped = [group for group in groups if group.clipped]
+    norm = math.sqrt(sum(verdict.gradient_norms[group.label] ** 2 for group in clipped))
     if max_norm is None or norm + 1e-6 <= max_norm:
         return 1.0
     factor = max_norm / (norm + 1e-6)
-    for group in adamw:
+    for group in clipped:
         for parameter in group.parameters:
             if parameter.grad is not None:
                 local_part(parameter.grad).mul_(factor)

@@ -1,4 +1,4 @@
-"""What training runs left behind, for comparing one run with another."""
+"""Reads the files of training runs, to compare one run with another."""
 
 from pathlib import Path
 from typing import Any

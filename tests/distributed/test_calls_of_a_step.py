@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from omn_dist import DualOptimizer
-from omn_dist._multi_tensor_step import MultiTensorStep
-from omn_dist.algorithms import multi_tensor
+from omn_dist.algorithms import lists
+from omn_dist.optim.step import MatrixStep
 
 
 class _Calls(TorchDispatchMode):
@@ -36,11 +36,11 @@ class _Calls(TorchDispatchMode):
         return sum(self.counts[name] for name in ("mm", "bmm", "addmm", "baddbmm"))
 
 
-def _small_ones(num_matrices: int, deterministic: bool) -> tuple[int, int, int]:
+def _small_ones(num_matrices: int, batch_invariant: bool) -> tuple[int, int, int]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     generator = torch.Generator().manual_seed(0)
     parameters = [sharded(torch.randn(24, 64, generator=generator), mesh) for _ in range(num_matrices)]
-    optimizer = DualOptimizer([{"params": parameters, "algorithm": "muon"}], preset="torch", deterministic=deterministic)
+    optimizer = DualOptimizer([{"params": parameters, "algorithm": "muon"}], preset="torch", batch_invariant=batch_invariant)
     for parameter in parameters:
         parameter.grad = parameter.detach().clone()
     with _Calls() as calls:
@@ -80,9 +80,9 @@ def _launches_on_shards(num_matrices: int, preset: str, num_groups: int, some_ab
         return call
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(multi_tensor, "uses_multi_tensor", lambda device: True))
+        stack.enter_context(patch.object(lists, "uses_multi_tensor", lambda device: True))
         for name in ("prepare", "commit", "apply"):
-            stack.enter_context(patch.object(MultiTensorStep, name, counted(getattr(MultiTensorStep, name))))
+            stack.enter_context(patch.object(MatrixStep, name, counted(getattr(MatrixStep, name))))
         optimizer = DualOptimizer(groups, preset=preset, wave_bytes=2**24)
         for number, parameter in enumerate(parameters):
             set_gradient(parameter, torch.randn(24, 64, generator=generator))

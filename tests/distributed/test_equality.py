@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from omn_dist import DualOptimizer
-from omn_dist.algorithms import iteration
 
 NUM_STEPS = 5
 VECTOR_SHAPES = ((7,), (33, 5), (1,), (64,))
@@ -128,32 +127,6 @@ def test_plain_tensors_in_one_process(preset: str) -> None:
     _assert_equal(found, _reference(preset), "plain")
 
 
-def _symmetric() -> list[Tensor]:
-    """Weights after two steps of matrices with several strips, and of some that are too small for the form."""
-    iteration._SYMMETRIC_FROM.update({2: (17, 0), 4: (17, 0)})
-    shapes = [(100, 130), (131, 40), (48, 49), (17, 200), (3, 90)]
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    weights = {}
-    for preset, form in itertools.product(("torch", "omn"), ("symmetric", "standard")):
-        matrices = [sharded(tensor, mesh) for tensor in whole_tensors(shapes, 0)]
-        optimizer = DualOptimizer([{"params": matrices, "algorithm": "muon"}], preset=preset, form=form, wave_bytes=2**16)
-        assert {matrix.form for matrix in optimizer.plans[0].matrices} == {form, "standard"}
-        for step in range(2):
-            for matrix, gradient in zip(matrices, whole_tensors(shapes, 100 + step), strict=True):
-                set_gradient(matrix, gradient)
-            optimizer.step()
-        weights[preset, form] = [whole(matrix) for matrix in matrices]
-    assert not torch.equal(weights["omn", "symmetric"][0], weights["omn", "standard"][0]), "a short side of 100 tells forms apart"
-    return weights["omn", "symmetric"] + weights["torch", "symmetric"]
-
-
-def test_the_symmetric_form_has_the_same_bits_on_every_number_of_ranks() -> None:
-    (expected,) = run_ranks(1, _symmetric)
-    for world_size in (2, 3):
-        for found in run_ranks(world_size, _symmetric):
-            _assert_equal(found, expected, f"{world_size} ranks")
-
-
 def _agreement() -> list[bytes]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     matrices, vectors, optimizer = _build(mesh, preset="omn")
@@ -169,20 +142,19 @@ def _agreement() -> list[bytes]:
 @pytest.mark.parametrize("preset", ["torch", "omn"])
 @pytest.mark.parametrize("fault", ["no update", "half of the update", "momentum of the last step", "scale of the transpose"])
 def test_the_comparison_fails_when_the_code_is_wrong(monkeypatch: pytest.MonkeyPatch, preset: str, fault: str) -> None:
-    from omn_dist.algorithms import muon
-    from omn_dist.algorithms.scratch import Scratch
+    from omn_dist.optim.rules import muon
 
-    prepare, lr = muon.prepare, muon.adjusted_lr
+    prepare, lr = muon.Muon.prepare, muon.adjusted_lr
 
-    def forget_momentum(*tensors: Any, commit: bool, scratch: Scratch) -> None:
-        prepare(*tensors, commit=False, scratch=scratch)
+    def forget_momentum(*arguments: Any, commit: bool) -> None:
+        prepare(*arguments, commit=False)
 
     if fault == "no update":
-        monkeypatch.setattr(muon, "apply", lambda *rest, **shape: None)
+        monkeypatch.setattr(muon.Muon, "apply", lambda *rest: None)
     elif fault == "half of the update":
         monkeypatch.setattr(muon, "adjusted_lr", lambda *arguments: 0.5 * lr(*arguments))
     elif fault == "momentum of the last step":
-        monkeypatch.setattr(muon, "prepare", forget_momentum)
+        monkeypatch.setattr(muon.Muon, "prepare", forget_momentum)
     else:
         monkeypatch.setattr(muon, "adjusted_lr", lambda rate, mode, rows, columns: lr(rate, mode, columns, rows))
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""``omn-dist launch`` on one machine: what ranks end with is what the launcher ends with, and no process stays."""
+"""``omn-dist launch`` on one machine: its exit status is that of the ranks; no process is left."""
 
 import os
 import signal

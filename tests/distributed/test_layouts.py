@@ -22,7 +22,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from omn_dist import DualOptimizer, build_parameter_groups
 from omn_dist.exchange.route import wave_route
 from omn_dist.plan import Matrix, plan_matrices
-from omn_dist.plan.placement import placed
+from omn_dist.plan.geometry.matrix import Work
+from omn_dist.plan.geometry.placement import parameter_layout
 
 # Stacks of 5 and of 8 experts, and a projection of 3 heads; the rest are matrices themselves.
 VIEWS = {(5, 4, 6): (5, 4, 6), (8, 4, 6): (8, 4, 6), (12, 10): (3, 4, 10)}
@@ -387,18 +388,18 @@ def test_hundreds_of_ranks_are_planned_from_dtensors(mesh_shape: tuple[int, int,
                 ("down", (512, 1376), (COPY, ROWS, COLUMNS)),
             ):
                 parameter = sharded(torch.empty(shape), mesh, placements)
-                place = placed(f"{layer}.{name}", parameter)
+                place = parameter_layout(f"{layer}.{name}", parameter)
                 assert place.ranks == tuple(range(world_size))
-                matrices.append(Matrix.whole(f"{layer}.{name}", place.layout, 5))
+                matrices.append(Matrix.whole(f"{layer}.{name}", place.layout).with_work(Work(5)))
         plan = plan_matrices(matrices, world_size)
         routes = [wave_route(plan, world_size - 1, wave) for wave in plan.waves]
         assert time.perf_counter() - start < 10
         assert len(set(plan.owners)) == 16
         assert int(plan.bytes_sent_by_rank.sum()) > 0
         # The last rank receives an update of each matrix of which it holds a part, and owns what the plan says.
-        updated = {part.matrix for route in routes for part in route.scatter.received.parts}
+        updated = {part.matrix for route in routes for part in route.scatter.received.segments}
         owned = {index for route in routes for index, _ in route.own}
-        held = {index for index, matrix in enumerate(plan.matrices) if matrix.held.elements[-1]}
+        held = {index for index, matrix in enumerate(plan.matrices) if matrix.holdings.elements[-1]}
         assert updated | owned == held
     finally:
         dist.destroy_process_group()

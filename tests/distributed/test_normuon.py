@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from omn_dist import DualOptimizer, build_parameter_groups
-from omn_dist._row_moment import RowMoment, row_moment_like, row_moment_shape
-from omn_dist.plan.layout import Segment
+from omn_dist.optim.row_state import row_shape, row_state, zeros_for_rows
+from omn_dist.plan.geometry.layout import ShardRegion
 
 SHAPES = ((16, 16), (10, 7), (4, 24), (33, 8), (2, 8)) * 2
 NAMES = [f"matrix_{index:02}" for index in range(len(SHAPES))]
@@ -46,7 +46,7 @@ def _run(mesh: DeviceMesh | None, placements: list[Any], **options: Any) -> tupl
             set_gradient(parameter, gradient)
         optimizer.step()
     state = [optimizer.state[parameter] for parameter in parameters]
-    tensors = [*parameters, *(one[key] for one in state for key in ("momentum_buffer", "row_moment"))]
+    tensors = [*parameters, *(one[key] for one in state for key in ("momentum_buffer", "row_second_moment"))]
     return [whole(tensor) for tensor in tensors], optimizer
 
 
@@ -88,7 +88,7 @@ def _split_matrices() -> None:
         for gradient in gradients:
             set_gradient(parameter, gradient[rows].T if "muon_transposed" in view else gradient[rows])
             optimizer.step()
-        return [whole(tensor) for tensor in (parameter, optimizer.state[parameter]["row_moment"])]
+        return [whole(tensor) for tensor in (parameter, optimizer.state[parameter]["row_second_moment"])]
 
     whole_runs = [run(weight[rows], rows) for rows in (slice(0, 8), slice(8, 15), slice(15, 20))]
     for placements in ([Shard(0)], [Shard(1)]):
@@ -114,14 +114,14 @@ def test_split_matrices_are_bitwise_matrices_of_their_own() -> None:
 def test_rows_of_transposed_and_stacked_operators() -> None:
     stack = nn.Parameter(torch.arange(2 * 3 * 4.0).view(2, 3, 4))
     for group, shape, segment, expected in (
-        ({"muon_transposed": True}, [2, 1, 4], Segment(3, 2, 3, 1, 0, 0), [5.0, 6.0]),
-        ({}, [2, 3, 1], Segment(2, 4, 3, 0, 0, 0), [3.0, 4.0]),
-        ({"muon_shape": (2, 12)}, [2, 1, 1], Segment(1, 4, 4, 0, 0, 0), [1.0]),
+        ({"muon_transposed": True}, [2, 1, 4], ShardRegion(3, 2, 3, 1, 0, 0), [5.0, 6.0]),
+        ({}, [2, 3, 1], ShardRegion(2, 4, 3, 0, 0, 0), [3.0, 4.0]),
+        ({"muon_shape": (2, 12)}, [2, 1, 1], ShardRegion(1, 4, 4, 0, 0, 0), [1.0]),
     ):
-        moment = row_moment_like("a", stack, group)
-        assert list(moment.shape) == row_moment_shape(stack, group) == shape
+        moment = zeros_for_rows("a", stack, group)
+        assert list(moment.shape) == row_shape(stack, group) == shape
         moment.view(-1).copy_(torch.arange(moment.numel()))
-        rows = RowMoment.of_state(stack, {"row_moment": moment}, group)
+        rows = row_state(moment, stack, group)
         assert rows is not None
         assert rows.rows(segment).tolist() == expected
 
@@ -140,7 +140,7 @@ def test_two_collectives_a_wave() -> None:
 
 @pytest.mark.parametrize("preset", FORMS)
 def test_normuon_against_the_reference(preset: str) -> None:
-    found, _ = _run(None, [], preset=preset, newton_schulz_dtype="float32", lr=0.01, weight_decay=0.1)
+    found, _ = _run(None, [], preset=preset, ns_dtype="float32", lr=0.01, weight_decay=0.1)
     gradients = [_tensors(1 + step) for step in range(NUM_STEPS)]
     for index, weight in enumerate(_tensors(0)):
         expected = normuon(weight, [one[index] for one in gradients], lr=0.01, decay=0.1, published_code=preset == "normuon_code")
@@ -160,7 +160,7 @@ def test_update_norms_in_closed_form(shape: tuple[int, int]) -> None:
         parameter.grad = gradient
         optimizer.step()
         norms[preset] = float((parameter.detach() - weight).norm()) / 0.5
-        moment = optimizer.state[parameter]["row_moment"]
+        moment = optimizer.state[parameter]["row_second_moment"]
         assert moment.shape == (rows, 1)
         # The first moment is 0.05 of the mean square of each row, so all rows of the update have one norm.
         row_norms = (parameter.detach() - weight).norm(dim=1)
@@ -182,7 +182,7 @@ def test_zero_and_missing_gradients() -> None:
     parameter.grad = torch.zeros_like(weight)
     optimizer.step()
     assert torch.equal(parameter, weight)
-    assert not optimizer.state[parameter]["row_moment"].any()
+    assert not optimizer.state[parameter]["row_second_moment"].any()
     assert torch.equal(other, weight)
     other.grad = torch.ones_like(weight)
     parameter.grad = None
@@ -196,7 +196,7 @@ def _state_layout() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     _, optimizer = _run(mesh, [Shard(0), Shard(1)], preset="normuon")
     for parameter, state in optimizer.state.items():
-        moment = state["row_moment"]
+        moment = state["row_second_moment"]
         assert isinstance(moment, DTensor)
         assert moment.shape == (parameter.shape[0], 1)
         assert moment.dtype == torch.float32
@@ -228,7 +228,7 @@ def _state_dict_helpers() -> None:
         for key, value in first.state[parameter].items():
             other = second.state[parameter][key]
             assert torch.equal(whole(value), whole(other)), key
-            moments += key == "row_moment"
+            moments += key == "row_second_moment"
             assert getattr(value, "placements", None) == getattr(other, "placements", None)
     assert moments == 2
 

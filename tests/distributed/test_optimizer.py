@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from omn_dist import DualOptimizer, build_parameter_groups
-from omn_dist.presets import PRESETS
+from omn_dist.optim.presets import PRESETS
 
 # --- a plain optimizer ---------------------------------------------------------------------------------------------------
 
@@ -213,12 +213,12 @@ def test_zero_gradients_stay_finite_and_unmoved() -> None:
     assert_same({name: before[name] for name in "abcde"}, {name: after[name] for name in "abcde"})
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("batch_invariant", [True, False])
 @pytest.mark.parametrize("preset", sorted(PRESETS))
-def test_matrices_without_elements_are_taken(preset: str, deterministic: bool) -> None:
+def test_matrices_without_elements_are_taken(preset: str, batch_invariant: bool) -> None:
     def stepped(*shapes: tuple[int, int]) -> Tensor:
         parameters = [nn.Parameter(torch.ones(shape)) for shape in ((4, 5), *shapes)]
-        optimizer = DualOptimizer([{"params": parameters, "algorithm": "muon"}], preset=preset, deterministic=deterministic)
+        optimizer = DualOptimizer([{"params": parameters, "algorithm": "muon"}], preset=preset, batch_invariant=batch_invariant)
         for parameter in parameters:
             parameter.grad = torch.full_like(parameter, 0.5)
         optimizer.step()

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from omn_dist import DualOptimizer, build_parameter_groups
-from omn_dist.algorithms import multi_tensor
+from omn_dist.algorithms import lists
 
 NUM_LAYERS, WIDTH = 6, 12
 WINDOWS = 6
@@ -86,7 +86,7 @@ def _train(preset: str, kind: str, *, overlap: bool) -> tuple[list[Tensor], list
 
 def _same_bits(preset: str, kind: str, together: bool = False) -> None:
     expected, none_early, num_collectives = _train(preset, kind, overlap=False)
-    with patch.object(multi_tensor, "uses_multi_tensor", lambda device: together):
+    with patch.object(lists, "uses_multi_tensor", lambda device: together):
         found, early, with_overlap = _train(preset, kind, overlap=True)
     for index, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert torch.equal(one, other), f"tensor {index} differs by {(one - other).abs().max()}"

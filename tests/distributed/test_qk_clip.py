@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional as F
 
 from omn_dist.algorithms.qk_clip import HeadRows, clip_factors, largest_logits, row_factors
-from omn_dist.qk_clip import QKClip
+from omn_dist.optim.qk_clip import QKClip
 
 WIDTH, HEADS, HEAD_WIDTH = 24, 4, 6
 THRESHOLD = 40.0

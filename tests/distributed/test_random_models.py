@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from omn_dist import DualOptimizer
-from omn_dist.algorithms import multi_tensor
+from omn_dist.algorithms import lists
 from omn_dist.algorithms.coefficients import SCHEDULES
-from omn_dist.presets import PRESETS
+from omn_dist.optim.presets import PRESETS
 
 NUM_MODELS = 30
 NUM_STEPS = 3
@@ -55,9 +55,9 @@ def _fields(random: Random, algorithm: str) -> dict[str, Any]:
             "cautious_decay": (True,),
             "spectral_cap": (0.5, 1.0),
             "stable_rank_floor": (1.5, 2.0),
-            "form": ("symmetric", "gram", "auto"),
+            "form": ("gram", "auto"),
             "newton_schulz": ("omn", "torch", "scaled"),
-            "newton_schulz_dtype": ("float32", "bfloat16", "float16"),
+            "ns_dtype": ("float32", "bfloat16", "float16"),
         }
         fields |= {field: random.choice(values) for field, values in choices.items() if random.random() < 0.15}
     return fields
@@ -98,7 +98,7 @@ def _model(random: Random) -> tuple[Model, dict[str, Any]]:
         "wave_bytes": random.choice((None, 64, 300, 2000, 20_000)),
         "transport": random.choice(("all_to_all", "all_to_all", "all_gather")),
         "copies": random.choice(("share", "repeat")),
-        "wire": random.choice(("auto", "float32", "bfloat16")),
+        "communication_dtype": random.choice(("auto", "float32", "bfloat16")),
         "master_weights": random.random() < 0.5,
     }
     return groups, options
@@ -175,7 +175,7 @@ def _train(seed: int, mesh: DeviceMesh | None, ways: Ways) -> dict[str, Tensor]:
 
 @contextmanager
 def _rectangles_together(forced: bool) -> Iterator[None]:
-    with patch.object(multi_tensor, "uses_multi_tensor", lambda device: True) if forced else nullcontext():
+    with patch.object(lists, "uses_multi_tensor", lambda device: True) if forced else nullcontext():
         yield
 
 

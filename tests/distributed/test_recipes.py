@@ -14,9 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from omn_dist import PRESETS, DualOptimizer, orthogonalize
-from omn_dist.algorithms import iteration
 from omn_dist.algorithms.guards import spectral_norm, stable_rank
-from omn_dist.algorithms.iteration import symmetric_flops
+from omn_dist.algorithms.iteration import standard_flops
 from omn_dist.algorithms.newton_schulz import build_recipe, group_recipe
 from omn_dist.settings import SettingsError
 
@@ -56,7 +55,7 @@ def test_presets_against_their_references(preset: str, shape: tuple[int, int]) -
     weight, gradients = _normal(shape, 0), [_normal(shape, 1 + step) for step in range(3)]
     expected = muon(weight, gradients, lr=0.01, decay=0.1, **REFERENCES[preset])
     moved = float((expected - weight).norm())
-    precise = _after(weight, gradients, preset=preset, newton_schulz_dtype="float32", lr=0.01, weight_decay=0.1)
+    precise = _after(weight, gradients, preset=preset, ns_dtype="float32", lr=0.01, weight_decay=0.1)
     # fp32 against fp64 and an SVD: 1.3e-5 was the worst seen, nearly all of it the rounding of weights 100 times the step.
     assert float((precise - expected).norm()) / moved < 3e-5
     published = _after(weight, gradients, preset=preset, lr=0.01, weight_decay=0.1)
@@ -82,18 +81,18 @@ def test_update_norms_in_closed_form(preset: str, shape: tuple[int, int]) -> Non
 
 def test_every_field_is_one_override_away() -> None:
     parameter = nn.Parameter(_normal((8, 12), 0))
-    group = {"params": [parameter], "algorithm": "muon", "schedule": "cans", "num_steps": None, "newton_schulz_dtype": "float16"}
-    optimizer = DualOptimizer([group], schedule="polar_express", num_steps=6)
+    group = {"params": [parameter], "algorithm": "muon", "schedule": "cans", "ns_steps": None, "ns_dtype": "float16"}
+    optimizer = DualOptimizer([group], schedule="polar_express", ns_steps=6)
     recipe = group_recipe(optimizer.param_groups[0])
     assert (recipe.schedule.name, recipe.dtype) == ("cans", torch.float16)
-    assert optimizer.preset.num_steps == 6
+    assert optimizer.preset.ns_steps == 6
     own = [[1.5, -0.5, 0.0], [1.5, -0.5, 0.0]]
     DualOptimizer([{"params": [parameter], "algorithm": "muon", "schedule": own}])
     for wrong, message in (
-        ({"schedule": "cans", "num_steps": 3}, "fitted for 5"),
+        ({"schedule": "cans", "ns_steps": 3}, "fitted for 5"),
         ({"schedule": [[9.0, -30.0, 30.0]]}, "another normalisation"),
-        ({"form": "gram", "newton_schulz_dtype": "bfloat16"}, "needs float32"),
-        ({"form": "symetric"}, "did you mean 'symmetric'"),
+        ({"form": "gram", "ns_dtype": "bfloat16"}, "needs float32"),
+        ({"form": "standart"}, "did you mean 'standard'"),
         ({"scale": "spectral"}, "unknown"),
         ({"spectral_cap": 0.0}, "spectral_cap: found 0.0"),
         ({"row_beta": 1.5}, "row_beta: found 1.5"),
@@ -112,25 +111,22 @@ def test_the_gram_form_in_a_step_and_in_the_plan() -> None:
     assert "(gram)" in optimizer.plans[0].description[-1]
 
 
-def test_the_symmetric_form_in_a_step_and_in_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, gradient = _normal((32, 80), 0), _normal((32, 80), 1)
-    options: dict[str, Any] = {"preset": "omn", "form": "symmetric"}
-    standard = _after(weight, [gradient], preset="omn")
-    assert torch.equal(_after(weight, [gradient], **options), standard), "too small"
-    monkeypatch.setattr(iteration, "_SYMMETRIC_FROM", {2: (20, 0), 4: (20, 0)})
-    assert torch.allclose(_after(weight, [gradient], **options), standard, rtol=0, atol=1e-6)
-    for schedule, name, flops in (
-        (None, "symmetric", symmetric_flops(32, 80, 5)),
-        ("cubic", "symmetric cubic", symmetric_flops(32, 80, 5, cubic=True)),
-    ):
-        matrices = [nn.Parameter(_normal((32, 80), 0)), nn.Parameter(_normal((19, 80), 0))]
-        optimizer = DualOptimizer([{"params": matrices, "algorithm": "muon"}], schedule=schedule, **options)
-        plan = optimizer.plans[0]
-        assert plan.matrices[0].flops == flops
-        assert plan.matrices[1].form == ("cubic" if schedule else "standard"), "too small"
-        assert f"({name})" in "\n".join(plan.description)
-    with pytest.raises(SettingsError, match="did you mean 'symmetric'"):
-        DualOptimizer([{"params": [nn.Parameter(weight)], "algorithm": "muon", "form": "symetric"}])
+def test_a_cubic_schedule_in_the_plan() -> None:
+    matrices = [nn.Parameter(_normal((32, 80), 0)), nn.Parameter(_normal((19, 80), 0))]
+    optimizer = DualOptimizer([{"params": matrices, "algorithm": "muon"}], preset="omn", schedule="cubic")
+    plan = optimizer.plans[0]
+    assert plan.matrices[0].flops == standard_flops(32, 80, 5, cubic=True)
+    assert plan.matrices[1].work.form == "cubic"
+    assert "(cubic)" in "\n".join(plan.description)
+
+
+def test_other_forms_are_refused_with_the_known_ones() -> None:
+    for form in ("symmetric", "symetric"):
+        group = {"params": [nn.Parameter(_normal((32, 80), 0))], "algorithm": "muon", "form": form}
+        with pytest.raises(SettingsError, match=rf"unknown form '{form}' \(known: auto, gram, standard\)"):
+            DualOptimizer([group])
+        with pytest.raises(SettingsError, match=rf"form: unknown choice '{form}'.* \(known: auto, gram, standard\)"):
+            DualOptimizer([{"params": group["params"], "algorithm": "muon"}], form=form)
 
 
 # --- scales and dtypes ---------------------------------------------------------------------------------------------------
@@ -304,7 +300,7 @@ def _vectors(sharded: bool) -> list[Tensor]:
         set_gradient(matrix, _normal((8, 6), 20 + step))
         optimizer.step()
     (plan,) = optimizer.plans
-    assert [matrix.name for matrix in plan.matrices if matrix.num_steps == 0] == [
+    assert [matrix.name for matrix in plan.matrices if matrix.work.ns_steps == 0] == [
         f"parameter_0[{start}:{stop}]" for start, stop, *_ in sorted(SEGMENTS)
     ]
     return [whole(parameter), whole(matrix), whole(optimizer.state[parameter]["momentum_buffer"])]

@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from omn_dist import DualOptimizer
-from omn_dist.algorithms import multi_tensor
+from omn_dist.algorithms import lists
+from omn_dist.optim.step import MatrixStep
 
 NUM_STEPS = 4
 SHAPES = ((16, 8), (10, 6), (16, 8))
@@ -27,7 +28,7 @@ GROUPS: tuple[dict[str, Any], ...] = (
     {"algorithm": "muon", "momentum_rule": "sum", "weight_decay": 0.3, "lr": 0.1, "cautious_decay": True},
     {"algorithm": "muon", "nesterov": False, "scale": "0.2*sqrt(max(m, n))", "dtype": torch.bfloat16},
     {"algorithm": "muon", "momentum_rule": "sum", "cautious_decay": True, "dtype": torch.bfloat16},
-    {"algorithm": "normuon", "cautious_decay": True, "row_epsilon": 1e-3},
+    {"algorithm": "normuon", "cautious_decay": True, "row_eps": 1e-3},
     {
         "algorithm": "normuon",
         "shapes": ((12, 20),) * 2,
@@ -66,7 +67,7 @@ def _run(
         groups.append({"params": [sharded(t, mesh, [p]) for t, p in zip(tensors, placements, strict=True)], **fields})
         weights += groups[-1]["params"]
     found = []
-    with warnings.catch_warnings(), patch.object(multi_tensor, "uses_multi_tensor", lambda device: together):
+    with warnings.catch_warnings(), patch.object(lists, "uses_multi_tensor", lambda device: together):
         warnings.simplefilter("ignore")
         optimizer = DualOptimizer(groups, preset="torch", wave_bytes=2**20, **options)
         assert len(optimizer.plans[0].waves) == 1
@@ -78,9 +79,9 @@ def _run(
                     weight.grad = None
             for group in optimizer.param_groups:
                 group["lr"] *= 0.9
-            with patch.object(multi_tensor, "apply", wraps=multi_tensor.apply) as spied:
+            with patch.object(MatrixStep, "_apply", autospec=True, side_effect=MatrixStep._apply) as spied:
                 optimizer.step()
-            assert spied.called == together
+            assert any(len(call.args[2]) > 1 for call in spied.call_args_list) == together
             found += [_local(tensor) for weight in weights for tensor in (weight, *optimizer.state[weight].values())]
     return found
 
@@ -99,7 +100,7 @@ def _every_way() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     cases = [(GROUPS, Shard(0)), (GROUPS, Shard(1)), (GROUPS, Replicate()), (VECTORS, Shard(0))]
     for (groups, split), wire, master_weights in itertools.product(cases, ("float32", "bfloat16"), (False, True)):
-        options = {"wire": wire, "master_weights": master_weights}
+        options = {"communication_dtype": wire, "master_weights": master_weights}
         expected = _run(mesh, groups, split, together=False, **options)
         _assert_same(_run(mesh, groups, split, together=True, **options), expected, (groups[-1]["algorithm"], split, options))
 
@@ -128,7 +129,7 @@ def test_bits_on_a_device(device: str, preset: str) -> None:
     for together in (False, True):
         parameters = [nn.Parameter(tensor.to(device)) for tensor in whole_tensors(SHAPES, 0)]
         groups = [{"params": parameters, "algorithm": "muon", "weight_decay": 0.1}]
-        with patch.object(multi_tensor, "uses_multi_tensor", lambda device, together=together: together):
+        with patch.object(lists, "uses_multi_tensor", lambda device, together=together: together):
             optimizer = DualOptimizer(groups, preset=preset)
             for step in range(3):
                 for parameter, gradient in zip(parameters, whole_tensors(SHAPES, 1 + step), strict=True):
@@ -144,7 +145,7 @@ def _without_gradients_on(ranks: Sequence[int]) -> bool:
     fill_gradients(optimizer, 0)
     if dist.get_rank() in ranks:
         optimizer.zero_grad()
-    with patch.object(multi_tensor, "uses_multi_tensor", lambda device: True):
+    with patch.object(lists, "uses_multi_tensor", lambda device: True):
         try:
             optimizer.step()
         except RuntimeError as error:

@@ -17,7 +17,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
 from omn_dist import DualOptimizer
-from omn_dist.algorithms import iteration
 
 # Wide, tall, square; long sides that 2, 3 and 4 do not divide; short sides that they do not divide; a side shorter than a team.
 SHAPES = {"wide": (24, 130), "tall": (131, 24), "square": (47, 47), "thin": (2, 65), "whole": (16, 40), "last": (33, 97)}
@@ -134,7 +133,7 @@ def _every_layout() -> None:
     cases: list[tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]] = [
         ((4,), (Shard(0),), {"wave_bytes": 1}),
         ((4,), (Shard(0),), {"transport": "all_gather"}),
-        ((4,), (Shard(1),), {"deterministic": False, "wave_bytes": 3000}),
+        ((4,), (Shard(1),), {"batch_invariant": False, "wave_bytes": 3000}),
         ((2, 2), (Replicate(), Shard(0)), {}),
         ((2, 2), (Shard(0), Shard(1)), {}),
     ]
@@ -282,16 +281,11 @@ def _mistakes() -> None:
     for teams, options, message in mistakes:
         with pytest.raises(ValueError, match=message):
             _build(teams, **options)
-    # A shape that is too small for the symmetric form has the standard one, and may have a team.
-    assert _build({"wide": [0, 1]}, form="symmetric")[1].plans[0].teams
-    iteration._SYMMETRIC_FROM.update({2: (20, 0), 4: (20, 0)})
-    with pytest.raises(ValueError, match="matrix wide: found a team for the symmetric form"):
-        _build({"wide": [0, 1]}, form="symmetric")
     parameters, optimizer = _build({"wide": [0, 1]})
     for parameter, gradient in zip(parameters.values(), _gradients(0), strict=True):
         set_gradient(parameter, gradient)
-    optimizer.param_groups[0]["form"] = "symmetric"
-    with pytest.raises(ValueError, match="matrix wide: found the symmetric form in its group, set after a team was formed"):
+    optimizer.param_groups[0]["form"] = "gram"
+    with pytest.raises(ValueError, match="matrix wide: found the Gram form in its group, set after a team was formed"):
         optimizer.step()
     optimizer.param_groups[0]["form"] = "standard"
     optimizer.param_groups[0]["stable_rank_floor"] = 1.5

@@ -1,4 +1,4 @@
-"""Whole training runs under torchrun on two gloo ranks: resuming, stopping, killing, rejecting, refusing."""
+"""Training runs under torchrun on two gloo ranks: resume, stop, kill, rejection, wrong input."""
 
 import dataclasses
 import json
@@ -60,7 +60,8 @@ class Job:
 def start(tmp_path: Path, *arguments: str, fault: str | None = None, seconds_between_looks: float = 0.1) -> Job:
     """Start ``omn-dist train`` on the micro model under torchrun, like launch/train.sh does.
 
-    Torchrun ends the other ranks when it sees that one has failed; it looks every ``seconds_between_looks``.
+    Torchrun looks every ``seconds_between_looks`` whether a rank has failed, and then ends the
+    others.
     """
     folder = tmp_path / f"job_{len(list(tmp_path.glob('job_*')))}"
     folder.mkdir()
@@ -133,7 +134,7 @@ def test_ten_steps_and_a_resume_are_bitwise_twenty_steps(tmp_path: Path, uninter
     folder = tmp_path / "run"
     run(tmp_path, f"run_folder={folder}", "stop_after_steps=10", "logging.validation_every_steps=4")
     assert_bitwise(folder, uninterrupted, 10)
-    # What a run that went on and was lost would have left: a step that will be taken again, and half a line.
+    # As if the run had gone on and was lost: a step that will be taken again, and half a line.
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"kind": "train", "step": 11, "window": 11, "tokens": 0, "loss": 0.0}) + '\n{"kind":')
     output = run(tmp_path, f"run_folder={folder}")
@@ -230,13 +231,16 @@ def test_wrong_input_under_torchrun_is_one_line_and_the_same_status_on_all_ranks
 
 
 def _measure_sharded() -> tuple[dict[str, float], dict[str, float], float, list[Any]]:
-    """Gradient norms, update norms, clip factor and clipped gradients of a sharded, uneven, partly replicated set."""
+    """Gradient norms, update norms, clip factor and clipped gradients of sharded parameters.
+
+    Some shards are uneven, and some parameters are replicated.
+    """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     from omn_dist.train.norms import UpdateNorms, view_groups
-    from omn_dist.train.window import clip_adamw_gradients, judge_window
+    from omn_dist.train.window import clip_gradients, judge_window
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if dist.is_initialized() else None
     generator = torch.Generator().manual_seed(0)
@@ -264,7 +268,7 @@ def _measure_sharded() -> tuple[dict[str, float], dict[str, float], float, list[
             for p in view.parameters:
                 p.add_(p.grad, alpha=-0.1)
     measured = updates.measure()
-    factor = clip_adamw_gradients(views, verdict, 1.0)
+    factor = clip_gradients(views, verdict, 1.0)
     gradients = [p.grad for view in views for p in view.parameters]
     whole = [g.full_tensor() if mesh is not None and hasattr(g, "full_tensor") else g for g in gradients]
     return verdict.gradient_norms, measured, factor, [g.tolist() for g in whole]
@@ -278,5 +282,5 @@ def test_norms_and_clipping_equal_one_process(world_size: int) -> None:
         assert found[1] == pytest.approx(updates, rel=1e-5)
         assert found[2] == pytest.approx(factor, rel=1e-5)
         for position, (mine, expected) in enumerate(zip(found[3], gradients, strict=True)):
-            exact = position < len(gradients) // 2  # Muon's gradients are not touched
+            exact = position < len(gradients) // 2  # Muon's gradients do not change
             torch.testing.assert_close(torch.tensor(mine), torch.tensor(expected), rtol=0 if exact else 1e-5, atol=0)

@@ -1,11 +1,11 @@
-"""A rank of a training run for test_training.py: the command line, with one fault where FAULT asks for it.
+"""A rank of a training run for test_training.py: the command line, with the fault in FAULT.
 
     nan:K      in window K the gradient of one parameter is not a number, on the last rank only
     skip:K     window K is not read, as if the data did not have it
-    pause:S    saving step S stops before the checkpoint is complete, until somebody ends the process
+    pause:S    saving step S stops before the checkpoint is complete, until the process is ended
     raise:K    in window K the last rank raises an exception
 
-Each rank leaves its exit status in STATUS_FOLDER, which torchrun itself does not tell.
+Each rank writes its exit status to STATUS_FOLDER, since torchrun does not report it.
 """
 
 import os

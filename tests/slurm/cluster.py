@@ -1,4 +1,4 @@
-"""A real SLURM on two hosts of this machine: munged, slurmctld on the first host, a slurmd on each."""
+"""A real SLURM on two hosts of this machine: munged, slurmctld on the first, a slurmd on each."""
 
 import os
 import re
@@ -62,7 +62,7 @@ def why_not() -> str | None:
 
 
 def search_path() -> str:
-    """Where programs are looked for; daemons are in folders that a user's own path may leave out."""
+    """The path with the folders of daemons, which a user's own path may leave out."""
     return f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 
@@ -75,7 +75,7 @@ def until(condition: Callable[[], bool], what: Callable[[], str], seconds: float
 
 
 class Cluster:
-    """The cluster; a context manager. Its partition ``high`` preempts ``low``, with a minute of grace.
+    """The cluster; a context manager. Its partition ``high`` preempts ``low`` after a minute.
 
     Args:
         hosts: two machines.
@@ -127,7 +127,7 @@ class Cluster:
         self._start(host, "slurmd", "-D", "-N", host.name, "-f", self.environment["SLURM_CONF"])
 
     def kill_node(self, host: Host) -> None:
-        """The host dies: everything on it at once, without a word."""
+        """Kill everything on the host at once."""
         self._daemons.pop(f"slurmd {host.name}")
         kill(host.processes())
 
@@ -149,14 +149,14 @@ class Cluster:
         return dict(part.split("=", 1) for part in re.split(r"\s+(?=[A-Za-z:/_]+=)", text.strip()))
 
     def wait(self, job: int, *states: str, seconds: float = TIMEOUT, release: bool = True) -> dict[str, str]:
-        """Wait until the job is in one of ``states``; a requeued job may start at once if ``release``."""
+        """Wait until the job is in one of ``states``; ``release``: start a requeued job at once."""
         shown: dict[str, str] = {}
 
         def there() -> bool:
             shown.clear()
             shown.update(self.show(job))
             if release and shown["JobState"] == "PENDING" and shown["Reason"] == "BeginTime" and "PENDING" not in states:
-                # SLURM holds a requeued job back for as long as a credential lives, so that the nodes can clean up.
+                # SLURM delays a requeued job by the life of a credential: nodes can clean up.
                 self.run("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
             return shown["JobState"] in states
 

@@ -1,4 +1,4 @@
-"""Two hosts, a SLURM on them, and one run that nothing disturbed: each made once for the tests of this folder."""
+"""Two hosts, a SLURM on them, and one uninterrupted run, each made once for these tests."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from launching import environment, launch_command, nodes_environment
 
 @pytest.fixture(scope="package")
 def hosts() -> Iterator[Sequence[machines.Host]]:
-    """Two machines that a cable joins."""
+    """Two machines that a cable connects."""
     if reason := machines.why_not():
         pytest.skip(reason)
     with machines.Hosts() as pair:

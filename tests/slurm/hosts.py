@@ -1,7 +1,8 @@
-"""Two machines for tests on one kernel: namespaces of their own for network, host name and mounts, joined by a cable.
+"""Two machines on one kernel, for tests.
 
-Each host has a loopback, an interface ``fabric0`` and, as Debian sets it up, a host name that resolves to a loopback
-address on the host itself. Files are shared. Everything goes away with the processes that live in it.
+Each host has its own namespaces for network, host name and mounts; a virtual cable connects them.
+Each has a loopback, an interface ``fabric0`` and, as on Debian, a host name that resolves to a
+loopback address on the host itself. Files are shared. A host ends with its processes.
 """
 
 import os
@@ -35,7 +36,8 @@ class Host:
 
     def __init__(self, index: int, folder: Path) -> None:
         self.name, self.address = NAMES[index], ADDRESSES[index]
-        # The namespaces live as long as this process does, and it ends when its input is closed: with the tests at the latest.
+        # The namespaces exist as long as this process, which ends when its input is closed: with
+        # the tests at the latest.
         self._holder = subprocess.Popen(["unshare", "--net", "--uts", "--mount", "cat"], stdin=subprocess.PIPE)
         while os.readlink(f"/proc/{self._holder.pid}/ns/mnt") == os.readlink("/proc/self/ns/mnt"):
             time.sleep(0.01)
@@ -48,7 +50,7 @@ class Host:
         self.run("ip", "link", "set", "lo", "up")
 
     def command(self, *command: str) -> list[str]:
-        """The command that runs ``command`` on this host; it dies with the process that starts it."""
+        """The command that runs ``command`` on this host; it ends when its parent ends."""
         return ["setpriv", "--pdeathsig", "KILL", "nsenter", "-t", str(self.process_number), "-n", "-u", "-m", *command]
 
     def run(self, *command: str, env: Mapping[str, str] | None = None, seconds: float = 120, check: bool = True) -> str:
@@ -64,7 +66,7 @@ class Host:
         return subprocess.Popen(self.command(*command), text=True, **options)
 
     def processes(self) -> list[int]:
-        """Everything that runs on this host, its own holder left out; nothing when the host is gone."""
+        """Processes on this host, without the one that holds it; none when the host has ended."""
         try:
             own = os.readlink(f"/proc/{self.process_number}/ns/net")
         except FileNotFoundError:

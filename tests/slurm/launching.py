@@ -1,4 +1,4 @@
-"""What the tests of this folder start: the micro model on every host, with the same command."""
+"""The command of these tests: the micro model on every host."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ ARGUMENTS = [str(MICRO), "schedule.total_tokens=5120", "logging.validation_every
 
 
 def environment() -> dict[str, str]:
-    """Variables of a host: this Python and this package, one thread, nothing of an outer job or launcher."""
+    """Variables of a host: this Python and package, one thread, none of an outer launcher."""
     foreign = ("SLURM", "SBATCH", "SRUN", "MASTER_", "GLOO_", "NODE")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     return kept | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "PATH": search_path(), "PYTHON": sys.executable}

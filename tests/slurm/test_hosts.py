@@ -1,4 +1,4 @@
-"""torchrun alone on two hosts with networks of their own: they agree, they stop together, and wrong starts say so at once."""
+"""torchrun on two hosts with their own networks: training, stopping, and wrong starts."""
 
 import json
 import signal
@@ -88,7 +88,7 @@ def _ranks(host: Host) -> list[str]:
 
 
 def test_machines_that_were_started_differently_refuse_together(hosts: Sequence[Host], tmp_path: Path) -> None:
-    """One machine has another configuration, and another number of ranks: nobody starts, and everybody says why."""
+    """Another configuration and another number of ranks: no machine starts, and all say why."""
     options = ([], ["batch.max_consecutive_rejected=5", "--ranks-per-node", "2"])
     processes = [start(hosts, tmp_path / "run", *extra, only=host)[0] for host, extra in zip(hosts, options, strict=True)]
     statuses, output = finish(processes)

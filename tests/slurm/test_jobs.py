@@ -1,4 +1,4 @@
-"""Jobs on a real SLURM with two nodes: what a person submits, what interrupts it, and what it says when it cannot run."""
+"""Jobs on a real SLURM with two nodes: submission, interruption, requeueing, and wrong input."""
 
 import re
 import subprocess
@@ -86,7 +86,7 @@ def test_preempted_then_out_of_time_then_finished_bitwise(
     assert 2 <= preempted < STEPS
     assert f"saved step {preempted} of {STEPS}" in cluster.log(job)
 
-    # Its time ends: SLURM sends SIGUSR1 90 seconds before the limit, at one of its looks every half minute.
+    # Its time ends: SLURM checks every half minute, and sends SIGUSR1 90 seconds before the limit.
     pace.write_text("1.5")
     until(lambda: steps_taken(tmp_path) > preempted, lambda: cluster.log(job))
     minutes = int(cluster.show(job)["RunTime"].split(":")[1])
@@ -132,7 +132,7 @@ def test_a_dead_node_costs_the_steps_since_the_checkpoint_and_no_more(
 
 
 def test_a_cancelled_job_saves_and_stays_cancelled(cluster: Cluster, tmp_path: Path, pace: Path) -> None:
-    """One task a rank; the port that the job derives from its number is taken by somebody else."""
+    """One task for each rank; the port that the job derives from its number is taken."""
     # Numbers are given in turn, and this one goes to a job that runs at once and is gone.
     number = cluster.submit("--output=/dev/null", "--wrap=true") + 1
     port = port_of_job(number)
@@ -157,7 +157,7 @@ def test_a_cancelled_job_saves_and_stays_cancelled(cluster: Cluster, tmp_path: P
 
 
 def test_a_run_that_fails_by_itself_is_not_requeued(cluster: Cluster, tmp_path: Path) -> None:
-    """Every node answers, so it would fail again: the learning rate makes weights that are not finite."""
+    """Every node answers, so it would fail again: the learning rate makes weights not finite."""
     job = submit(cluster, tmp_path, "optimizer.overrides.lr=1e38", "batch.max_consecutive_rejected=1")
     shown = cluster.wait(job, *ENDED)
     log = cluster.log(job)
@@ -175,7 +175,7 @@ def refused(cluster: Cluster, job: int) -> list[str]:
 
 
 def test_without_scontrol_the_job_ends_at_once(cluster: Cluster, tmp_path: Path) -> None:
-    """SLURM's commands are in a folder that the job does not look into; in none of its nodes a world of its own starts."""
+    """SLURM's commands are not on the path of the job, and no node starts a run of its own."""
     commands = tmp_path / "commands"
     commands.mkdir()
     for name in ("srun", "bash", "env", "hostname", "timeout", "grep", "sleep", "mkdir"):
@@ -223,7 +223,7 @@ def test_slurm_accepts_every_script(cluster: Cluster, script: Path) -> None:
 
 
 def test_submit_starts_the_job_that_it_prints(cluster: Cluster, tmp_path: Path) -> None:
-    """Through YAML, to a run folder that explains itself; the input is wrong, so that nothing long runs."""
+    """From YAML, with copies in the run folder. The input is wrong, so that nothing long runs."""
     job_file = tmp_path / "job.yaml"
     job_file.write_text(
         f"config: {MICRO}\nnodes: 2\nranks_per_node: 3\ntime: '20'\nenvironment: {environment_folder()}\n"
@@ -240,7 +240,7 @@ def test_submit_starts_the_job_that_it_prints(cluster: Cluster, tmp_path: Path) 
 
 
 def test_an_array_task_and_a_benchmark_say_what_is_wrong_before_they_start(cluster: Cluster, tmp_path: Path) -> None:
-    """Task 2 has a configuration that four ranks cannot run: the line is its own, and so would be its folder."""
+    """Task 2 of the array has a configuration that four ranks cannot run, and says so."""
     runs = tmp_path / "runs.txt"
     runs.write_text("# name, overrides\none seed=1\n\ntwo batch.global_batch=3\n")
     common = [f"--repository={REPOSITORY}", f"--environment={environment_folder()}", "--ranks-per-node=2"]

@@ -1,4 +1,4 @@
-"""State by name, checks, and checkpoint folders; saving and loading over ranks is in tests/distributed/test_training.py."""
+"""State by name, checks, and checkpoint folders. tests/distributed/test_training.py has ranks."""
 
 from pathlib import Path
 
@@ -8,14 +8,14 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 from omn_dist import DualOptimizer
-from omn_dist.checkpoint import (
+from omn_dist.models import OMN
+from omn_dist.optim.checkpoint import (
     check_groups,
     check_tensors,
     describe_groups,
     model_state_by_name,
     optimizer_state_by_name,
 )
-from omn_dist.models import OMN
 from omn_dist.settings import SettingsError
 from omn_dist.train.checkpointing import complete_checkpoints, read_saved_run
 from omn_dist.train.config import load_config

@@ -22,7 +22,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def _fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line that a command with wrong input prints."""
+    """The one line that a command prints for wrong input."""
     assert main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -264,9 +264,18 @@ def test_another_configuration_is_refused_by_name_and_steps_may_change(
         ("schedule.floor=0.1", "schedule.floor"),
     ):
         assert message in _fails(capsys, *arguments, override)
-    for override in ("schedule.total_tokens=100000", "logging.validation_every_steps=7", "stop_after_steps=9"):
+    for override in (
+        "schedule.total_tokens=100000",
+        "logging.validation_every_steps=7",
+        "stop_after_steps=9",
+        "optimizer.batch_invariant=false",
+        "optimizer.kernels=torch",
+    ):
         assert main([*arguments, override]) == 0
-    assert "differs from the checkpoint: schedule.total_tokens" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "differs from the checkpoint: schedule.total_tokens" in output
+    assert "differs from the checkpoint: optimizer.batch_invariant True -> False" in output
+    assert "differs from the checkpoint: optimizer.kernels 'auto' -> 'torch'" in output
 
 
 def test_an_older_checkpoint_is_not_continued_over_a_newer_one(capsys: pytest.CaptureFixture[str], saved: Path, run: Path) -> None:

@@ -1,3 +1,4 @@
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,9 +64,16 @@ def test_explicit_zeros_are_kept(tiny: Path) -> None:
         ("bath.global_batch=1", "did you mean 'batch'"),
         ("optimizer.preset=omm", "did you mean 'omn'"),
         ("optimizer.overrides.adam_lr=1", "did you mean 'adamw_lr'"),
-        ("optimizer.overrides.form=symetric", "did you mean 'symmetric'"),
+        ("optimizer.overrides.form=standart", "did you mean 'standard'"),
         ("optimizer.transport=all_to_al", "did you mean 'all_to_all'"),
         ("optimizer.teams=aut", "did you mean 'auto'"),
+        ("optimizer.kernels=torhc", "did you mean 'torch'"),
+        ("optimizer.batch_invariant=1", "optimizer.batch_invariant: found 1, expected bool"),
+        ("optimizer.rule_modules=my_rules", "optimizer.rule_modules: found 'my_rules', expected tuple"),
+        (
+            "optimizer.rule_modules=[no_such_module]",
+            "optimizer.rule_modules: cannot import 'no_such_module' (ModuleNotFoundError: No module named 'no_such_module')",
+        ),
         ("batch.global_batch=many", "batch.global_batch: found 'many', expected int"),
         ("batch.micro_batch=0", "batch.micro_batch: found 0"),
         ("checkpoint.keep=0", "checkpoint.keep: found 0"),
@@ -135,3 +143,35 @@ def test_steps(tiny: Path) -> None:
     assert load_config(tiny, [*base, f"schedule.total_tokens={3 * window}"]).last_step == 3
     assert load_config(tiny, [*base, f"schedule.total_tokens={3 * window + 1}"]).last_step == 4
     assert load_config(tiny, [*base, f"schedule.total_tokens={3 * window}", "stop_after_steps=2"]).last_step == 2
+
+
+def test_rule_modules_are_imported_once_and_before_the_preset_is_checked(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The module registers a preset; it would register a rule in the same way."""
+    (tmp_path / "registers_a_preset.py").write_text(
+        "import dataclasses\n"
+        "from omn_dist.optim import presets\n"
+        "assert 'mine' not in presets.PRESETS\n"
+        "mine = dataclasses.replace(presets.PRESETS['omn'], name='mine')\n"
+        "presets.PRESETS = {**presets.PRESETS, 'mine': mine}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    from omn_dist.optim import presets
+
+    monkeypatch.setattr(presets, "PRESETS", presets.PRESETS)
+    with pytest.raises(SettingsError, match="unknown preset 'mine'"):
+        load_config(tiny, ["optimizer.preset=mine"])
+    for _ in range(2):
+        config = load_config(tiny, ["optimizer.preset=mine", "optimizer.rule_modules=[registers_a_preset]"])
+    assert config.optimizer.rule_modules == ("registers_a_preset",)
+    assert "" not in sys.path
+
+
+def test_a_rule_module_that_fails_is_one_line(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fails_on_import.py").write_text("raise ValueError('first line\\nsecond line')\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SettingsError) as caught:
+        load_config(tiny, ["optimizer.rule_modules=[fails_on_import]"])
+    assert "optimizer.rule_modules: cannot import 'fails_on_import' (ValueError: first line)" in str(caught.value)
+    assert "\n" not in str(caught.value)

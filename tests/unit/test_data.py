@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omn_dist.settings import SettingsError
-from omn_dist.train.data import BatchSource, DataConfig, TokenStream, open_data, prepare, rank_share
+from omn_dist.train.data import BatchSource, DataConfig, TokenStream, open_data, open_tokenizer, prepare_text, rank_share
 from omn_dist.train.data.corpus import stdlib_files, stdlib_streams
 from omn_dist.train.data.sampler import permute
 from omn_dist.train.data.shards import ShardFolder, ShardWriter, open_shards
@@ -21,7 +21,7 @@ from omn_dist.train.data.split import split_by_file
 
 
 def counting_stream(num_tokens: int, num_arrays: int = 1) -> TokenStream:
-    """Token i is i, so that a read shows where it came from."""
+    """Token i is i, so that a token shows where it was read."""
     arrays = np.array_split(np.arange(num_tokens, dtype=np.uint32), num_arrays)
     return TokenStream(arrays, [f"array {i}" for i in range(num_arrays)], num_tokens)
 
@@ -33,13 +33,14 @@ def documents(tokens: np.ndarray) -> list[bytes]:
     return [part[part != 256].astype(np.uint8).tobytes() for part in np.split(tokens, ends[:-1] + 1)]
 
 
-# --- the stream -------------------------------------------------------------------------------------------------------
+# --- the stream -----------------------------------------------------------------------------------
 
 
 @given(st.data())
 def test_a_stream_of_several_arrays_reads_like_one(data: st.DataObject) -> None:
     num_tokens = data.draw(st.integers(1, 60))
-    stream = counting_stream(num_tokens, data.draw(st.integers(1, 80)))  # more arrays than tokens: some are empty
+    # More arrays than tokens leave some of them empty.
+    stream = counting_stream(num_tokens, data.draw(st.integers(1, 80)))
     start = data.draw(st.integers(0, num_tokens))
     count = data.draw(st.integers(0, num_tokens - start))
     tokens = stream.read(start, count)
@@ -53,7 +54,7 @@ def test_a_read_outside_of_the_stream_is_refused(start: int, count: int) -> None
         counting_stream(10).read(start, count)
 
 
-# --- the order --------------------------------------------------------------------------------------------------------
+# --- the order ------------------------------------------------------------------------------------
 
 
 @settings(deadline=None)
@@ -64,7 +65,7 @@ def test_an_epoch_is_a_permutation(size: int, seed: int, epoch: int) -> None:
 
 
 def test_the_permutation_is_the_same_on_every_machine() -> None:
-    """Written down once: a change of these values changes the data order of every run that is resumed."""
+    """If these values change, every resumed run reads its data in another order."""
     assert permute(np.arange(8), 8, (0, 0)).tolist() == [0, 5, 3, 7, 6, 1, 2, 4]
     assert permute(np.arange(3), 10**12, (3, 4)).tolist() == [521756782538, 380613885347, 325476524840]
 
@@ -72,49 +73,52 @@ def test_the_permutation_is_the_same_on_every_machine() -> None:
 def test_the_permutation_looks_random() -> None:
     size = 4001
     images = permute(np.arange(size), size, (1, 0))
-    # For a uniform permutation each of these has mean 0 and standard deviation 1 / sqrt(size) = 0.016.
+    # Of a uniform permutation each has mean 0 and standard deviation 1 / sqrt(size) = 0.016.
     for lag in (1, 2, 64):
         assert abs(np.corrcoef(images[:-lag], images[lag:])[0, 1]) < 0.08
     assert abs(np.corrcoef(np.arange(size), images)[0, 1]) < 0.08
     assert (images == np.arange(size)).sum() < 8
 
 
-def test_samples_are_windows_with_the_next_token_as_target() -> None:
+def test_samples_are_sequences_with_the_next_token_as_target() -> None:
     source = BatchSource(counting_stream(101), sequence_length=10, seed=3)
-    tokens, targets = source.read(0, source.num_windows)
-    assert source.num_windows == 10
+    tokens, targets = source.read(0, source.num_sequences)
+    assert source.num_sequences == 10
     assert tokens.dtype == targets.dtype == torch.int64
     assert tokens.is_contiguous()
     assert targets.is_contiguous()
     assert torch.equal(targets, tokens + 1)
     assert torch.equal(tokens, tokens[:, :1] + torch.arange(10))
-    assert targets.flatten().sort().values.tolist() == list(range(1, 101))  # every token but the first, once
+    # Every token but the first is a target once.
+    assert targets.flatten().sort().values.tolist() == list(range(1, 101))
 
 
-def test_epochs_cover_all_windows_in_different_orders() -> None:
+def test_epochs_cover_all_sequences_in_different_orders() -> None:
     source = BatchSource(counting_stream(501), sequence_length=10, seed=3)
-    epochs = [source.window_indices(epoch * 50, 50).tolist() for epoch in range(3)]
+    epochs = [source.sequence_indices(epoch * 50, 50).tolist() for epoch in range(3)]
     assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
-    assert source.window_indices(40, 70).tolist() == epochs[0][40:] + epochs[1] + epochs[2][:10]
+    assert source.sequence_indices(40, 70).tolist() == epochs[0][40:] + epochs[1] + epochs[2][:10]
 
 
 def test_the_order_depends_on_the_seed() -> None:
     stream = counting_stream(501)
-    one, two = (BatchSource(stream, sequence_length=10, seed=seed).window_indices(0, 50) for seed in (0, 1))
+    one, two = (BatchSource(stream, sequence_length=10, seed=seed).sequence_indices(0, 50) for seed in (0, 1))
     assert one.tolist() != two.tolist()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 12])
 def test_shares_of_all_ranks_in_turn_are_the_global_batches(world_size: int) -> None:
     global_batch, num_steps = 12, 5
-    source = BatchSource(counting_stream(401), sequence_length=10, seed=0)  # 40 windows: the steps cross an epoch
+    # 40 sequences: the steps go past the end of an epoch.
+    source = BatchSource(counting_stream(401), sequence_length=10, seed=0)
     expected, _ = source.read(0, global_batch * num_steps)
     parts = []
     for step in range(num_steps):
         for rank in range(world_size):
             first, count = rank_share(global_batch, rank, world_size)
-            own = BatchSource(counting_stream(401, 7), sequence_length=10, seed=0)  # as another process would build it
+            # As another process would build it.
+            own = BatchSource(counting_stream(401, 7), sequence_length=10, seed=0)
             parts.append(own.read(step * global_batch + first, count)[0])
     assert torch.equal(torch.cat(parts), expected)
 
@@ -131,13 +135,13 @@ def test_reading_on_from_a_position_equals_reading_through() -> None:
     assert torch.equal(BatchSource(counting_stream(1001), sequence_length=7, seed=5).read(137, 163)[0], whole[137:])
 
 
-def test_a_stream_shorter_than_a_window_is_refused() -> None:
+def test_a_stream_shorter_than_a_sample_is_refused() -> None:
     BatchSource(counting_stream(11), sequence_length=10)
     with pytest.raises(SettingsError, match="found 10 for a stream of 10 tokens"):
         BatchSource(counting_stream(10), sequence_length=10)
 
 
-# --- the default corpus -----------------------------------------------------------------------------------------------
+# --- the default corpus ---------------------------------------------------------------------------
 
 
 def test_the_standard_library_gives_megabytes_split_by_file() -> None:
@@ -149,7 +153,8 @@ def test_the_standard_library_gives_megabytes_split_by_file() -> None:
     assert not [name for name in files if "site-packages" in name or "/test/" in f"/{name}" or "/tests/" in name]
     train_texts, validation_texts = (documents(s.read(0, len(s))) for s in (train, validation))
     assert len(train_texts) + len(validation_texts) == len(files)
-    assert sorted(train_texts + validation_texts) == sorted(files.values())  # no byte lost, no text on both sides
+    # No byte is lost, and no text is in both streams.
+    assert sorted(train_texts + validation_texts) == sorted(files.values())
     assert 0.04 < len(validation) / (len(train) + len(validation)) < 0.1
     assert train.vocab_size == validation.vocab_size == 257
 
@@ -174,7 +179,7 @@ def test_the_split_is_stable_and_follows_the_bytes() -> None:
         split_by_file({"only": 5}, 0.1, 0)
 
 
-# --- shards -----------------------------------------------------------------------------------------------------------
+# --- shards ---------------------------------------------------------------------------------------
 
 
 def write_folder(folder: Path, **changes: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -289,7 +294,7 @@ def test_impossible_data_settings_are_refused(settings_given: dict[str, Any], me
         open_data(DataConfig(**({"sequence_length": 8} | settings_given)))
 
 
-# --- preparation ------------------------------------------------------------------------------------------------------
+# --- preparation ----------------------------------------------------------------------------------
 
 
 def write_texts(folder: Path, num_files: int = 6) -> dict[str, bytes]:
@@ -305,7 +310,7 @@ def write_texts(folder: Path, num_files: int = 6) -> dict[str, bytes]:
 @pytest.mark.parametrize("shard_format", ["bin", "npy"])
 def test_prepared_bytes_come_back_as_they_were(tmp_path: Path, shard_format: Any) -> None:
     text_by_name = write_texts(tmp_path / "texts")
-    meta = prepare(
+    meta = prepare_text(
         [tmp_path / "texts"],
         tmp_path / "out",
         shard_tokens=500,
@@ -324,7 +329,7 @@ def test_prepared_bytes_come_back_as_they_were(tmp_path: Path, shard_format: Any
 def test_one_file_is_cut_after_a_line_for_validation(tmp_path: Path) -> None:
     text = b"".join(b"line %d\n" % i for i in range(1000))
     (tmp_path / "one.txt").write_bytes(text)
-    prepare([tmp_path / "one.txt"], tmp_path / "out", validation_fraction=0.1, progress=False)
+    prepare_text([tmp_path / "one.txt"], tmp_path / "out", validation_fraction=0.1, progress=False)
     _, train, validation = open_shards(tmp_path / "out")
     (train_text,), (validation_text,) = (documents(s.read(0, len(s))) for s in (train, validation))
     assert train_text + validation_text == text
@@ -336,7 +341,7 @@ def test_pieces_of_a_large_document_join_to_its_text(tmp_path: Path, monkeypatch
     monkeypatch.setattr("omn_dist.train.data.preparation._PIECE_BYTES", 10)
     text_by_name = write_texts(tmp_path / "texts", num_files=3)
     (tmp_path / "texts" / "no_lines.txt").write_bytes(b"x" * 57)
-    prepare([tmp_path / "texts"], tmp_path / "out", progress=False)
+    prepare_text([tmp_path / "texts"], tmp_path / "out", progress=False)
     _, train, validation = open_shards(tmp_path / "out")
     found = [text for s in (train, validation) for text in documents(s.read(0, len(s)))]
     assert sorted(found) == sorted([*text_by_name.values(), b"x" * 57])
@@ -361,7 +366,7 @@ def test_prepare_with_a_tokenizer_file(tmp_path: Path) -> None:
     text_by_name = write_texts(tmp_path / "texts")
     texts = [text.decode() for text in text_by_name.values()]
     write_tokenizer(tmp_path / "tokenizer.json", texts)
-    meta = prepare([tmp_path / "texts"], tmp_path / "out", str(tmp_path / "tokenizer.json"), progress=False)
+    meta = prepare_text([tmp_path / "texts"], tmp_path / "out", open_tokenizer(str(tmp_path / "tokenizer.json")), progress=False)
     _, train, validation = open_shards(tmp_path / "out")
     tokenizer = pytest.importorskip("tokenizers").Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert meta.vocab_size == tokenizer.get_vocab_size()
@@ -371,7 +376,8 @@ def test_prepare_with_a_tokenizer_file(tmp_path: Path) -> None:
         for text in tokenizer.decode(stream.read(0, len(stream)), skip_special_tokens=False).split("<|endoftext|>")
     ]
     assert sorted(text for text in decoded if text) == sorted(texts)
-    assert len(train) + len(validation) < sum(map(len, texts))  # merged, not one a byte
+    # Bytes are merged into fewer tokens.
+    assert len(train) + len(validation) < sum(map(len, texts))
 
 
 def test_a_tokenizer_file_must_say_how_documents_end(tmp_path: Path) -> None:
@@ -379,8 +385,8 @@ def test_a_tokenizer_file_must_say_how_documents_end(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     write_tokenizer(path, [text.decode() for text in text_by_name.values()], special="<over>")
     with pytest.raises(SettingsError, match="has none of the end-of-document tokens"):
-        prepare([tmp_path / "texts"], tmp_path / "out", str(path), progress=False)
-    prepare([tmp_path / "texts"], tmp_path / "out", str(path), end_of_document="<over>", progress=False)
+        open_tokenizer(str(path))
+    prepare_text([tmp_path / "texts"], tmp_path / "out", open_tokenizer(str(path), "<over>"), progress=False)
     assert (tmp_path / "out" / "meta.json").is_file()
 
 
@@ -389,7 +395,7 @@ def test_prepare_refuses_an_output_that_exists(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").write_text("data")
     with pytest.raises(SettingsError, match="exists already and is not overwritten"):
-        prepare([tmp_path / "texts"], tmp_path / "out", progress=False)
+        prepare_text([tmp_path / "texts"], tmp_path / "out", progress=False)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["precious"]
 
 
@@ -398,7 +404,7 @@ def test_a_failure_while_writing_leaves_nothing(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer.json", [text.decode() for text in text_by_name.values()])
     (tmp_path / "texts" / "text_9.txt").write_bytes(b"latin \xe9\n")
     with pytest.raises(SettingsError, match=r"text_9\.txt: text: .* at byte 6, expected UTF-8"):
-        prepare([tmp_path / "texts"], tmp_path / "out", str(tmp_path / "tokenizer.json"), progress=False)
+        prepare_text([tmp_path / "texts"], tmp_path / "out", open_tokenizer(str(tmp_path / "tokenizer.json")), progress=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["texts", "tokenizer.json"]
 
 
@@ -416,8 +422,9 @@ def test_a_failure_while_writing_leaves_nothing(tmp_path: Path) -> None:
 )
 def test_prepare_refuses_what_cannot_work(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
     write_texts(tmp_path / "texts")
+    given = {"paths": [tmp_path / "texts"], "out_folder": tmp_path / "out", "tokenizer": "byte", "progress": False} | arguments
     with pytest.raises(SettingsError) as caught:
-        prepare(**({"paths": [tmp_path / "texts"], "out_folder": tmp_path / "out", "progress": False} | arguments))
+        prepare_text(**(given | {"tokenizer": open_tokenizer(given["tokenizer"])}))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()

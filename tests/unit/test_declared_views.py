@@ -1,4 +1,4 @@
-"""Views that a model declares: one call or one attribute, structural, and loud when they cannot be right."""
+"""Views that a model declares, by call or by attribute, and errors for impossible ones."""
 
 import copy
 from typing import Any
@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from omn_dist import build_parameter_groups, plan_ownership
-from omn_dist.plan.layout import REPLICATE, Layout
-from omn_dist.plan.views import View
+from omn_dist.plan.geometry.layout import REPLICATE, Layout
+from omn_dist.plan.geometry.views import View
 from omn_dist.roles import declare_view, route_parameters
 
 
 class Attention(nn.Module):
-    """Latent attention and a feed-forward with the attributes that its layout follows from."""
+    """Latent attention and a feed-forward, with the attributes that give their layouts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ def test_roles_beyond_projections() -> None:
     }
 
 
-# --- algebra --------------------------------------------------------------------------------------------------------------
+# --- algebra --------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -197,12 +197,12 @@ def test_matrices_cover_a_parameter_exactly_once(case: tuple[View, tuple[int, ..
     view.check("w", shape)
     layout = Layout(shape, (1,), (REPLICATE,))
     seen = torch.zeros(layout.num_rows, layout.num_columns, dtype=torch.int64)
-    for matrix in view.matrices("w", layout, 5):
+    for matrix in view.matrices("w", layout):
         inside = torch.zeros(matrix.stored_rows, matrix.stored_columns, dtype=torch.int64)
         assert matrix.num_columns == view.shape[-1]
-        for piece in matrix.region:
-            seen[piece.row : piece.row + piece.num_rows, piece.column : piece.column + piece.num_columns] += 1
-            inside[piece.at_row : piece.at_row + piece.num_rows, piece.at_column : piece.at_column + piece.num_columns] += 1
+        for region in matrix.region:
+            seen[region.row : region.row + region.num_rows, region.column : region.column + region.num_columns] += 1
+            inside[region.at_row : region.at_row + region.num_rows, region.at_column : region.at_column + region.num_columns] += 1
         assert bool((inside == 1).all())
     assert bool((seen == 1).all())
     assert View.from_group(view.as_fields()) == view
@@ -215,5 +215,5 @@ def test_the_plan_works_on_split_matrices() -> None:
     assert {"W_UKV.weight[0.k]", "W_UKV.weight[1.v]", "QKV.weight[2.1]", "gate_up_proj.weight[0]"} <= set(names)
     by_name = {matrix.name: matrix for matrix in plan.matrices}
     assert (by_name["W_UKV.weight[1.v]"].num_rows, by_name["W_UKV.weight[1.v]"].num_columns) == (6, 8)
-    # Half of a fused tensor costs half of what two separate parameters of that size do, not what the fused one would.
+    # Half of a fused tensor costs as much as a separate parameter of that size.
     assert by_name["gate_up_proj.weight[0]"].flops == next(matrix.flops for matrix in plan_ownership({"up": (16, 8)}, 4).matrices)

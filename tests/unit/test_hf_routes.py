@@ -1,4 +1,4 @@
-"""Routes of Hugging Face models: exact tables, and what forward says of the split of every fused projection."""
+"""Routes of Hugging Face models: exact tables, and splits of fused weights checked by forward."""
 
 import json
 import re
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from omn_dist import build_parameter_groups
 from omn_dist.cli import main
-from omn_dist.plan.layout import REPLICATE, Layout, Piece
-from omn_dist.plan.views import View
+from omn_dist.models.targets import hf_model, meta_model
+from omn_dist.plan.geometry.layout import REPLICATE, Layout, Region
+from omn_dist.plan.geometry.views import View
 from omn_dist.roles import route_parameters
-from omn_dist.roles.targets import hf_model, meta_model
 
 pytest.importorskip("transformers", reason="Hugging Face models need transformers: pip install 'omn-dist[hf]'")
 
@@ -274,24 +274,24 @@ def test_groups_hold_every_parameter_once(model_type: str) -> None:
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
             if view is not None:
                 view.check(name, parameter.shape)
-                rows = sum(block.num_rows for block in view.blocks)
+                rows = sum(block.num_rows for block in view.row_sets)
                 assert rows * view.shape[-1] == parameter.numel()
 
 
-# --- what forward says ----------------------------------------------------------------------------------------------------
+# --- what forward says ----------------------------------------------------------------------------
 
 Change = Callable[[nn.Module], None]
 
 
-def _regions(view: View, shape: tuple[int, ...]) -> dict[str, tuple[Piece, ...]]:
-    """Rectangles by label; rows that AdamW updates are ``adamw``."""
+def _regions(view: View, shape: tuple[int, ...]) -> dict[str, tuple[Region, ...]]:
+    """Regions of a parameter by label; those that AdamW updates have the label ``adamw``."""
     layout = Layout(shape, (1,), (REPLICATE,))
-    regions = {matrix.name: matrix.region for matrix in view.matrices("", layout, 1)}
+    regions = {matrix.name: matrix.region for matrix in view.matrices("", layout)}
     return {**regions, "[adamw]": view.adamw_region(layout)}
 
 
 def _zero(names: str, label: str) -> Change:
-    """Zero the blocks whose label matches, in all parameters whose names match."""
+    """Zero the regions whose label matches, in all parameters whose names match."""
 
     @torch.no_grad()
     def change(model: nn.Module) -> None:
@@ -301,11 +301,12 @@ def _zero(names: str, label: str) -> Change:
             if route.view is not None and re.search(names, route.name):
                 stored: Tensor = parameters[route.name]
                 flat = stored.view(-1, stored.shape[-1])
-                for name, region in _regions(route.view, route.shape).items():
+                for name, regions in _regions(route.view, route.shape).items():
                     if re.fullmatch(label, name.strip("[]")):
                         count += 1
-                        for piece in region:
-                            flat[piece.row : piece.row + piece.num_rows, piece.column : piece.column + piece.num_columns] = 0
+                        for region in regions:
+                            rows, columns = (region.row, region.num_rows), (region.column, region.num_columns)
+                            flat.narrow(0, *rows).narrow(1, *columns).zero_()
         assert count, (names, label)
 
     return change
@@ -334,7 +335,7 @@ _SPLITS = [
     ("bloom", _zero("query_key_value", "q"), _zero("query_key_value", "k")),
     ("bloom", _zero("query_key_value", "v"), _zero_whole("attention.dense.weight")),
     ("qwen3_next", _zero("q_proj", r"q"), _zero_whole("k_proj")),
-    # A gate of zero halves the output of attention, and is not asked here; that of linear attention closes it.
+    # A gate of zero halves the output of attention (not tested here), and closes linear attention.
     ("qwen3_next", _zero("in_proj_qkvz", "adamw"), _zero("in_proj_qkvz", "v")),
     ("qwen3_next", _zero("in_proj_qkvz", "adamw"), _zero_whole("linear_attn.out_proj")),
     ("qwen3_moe", _zero("experts.gate_up", r"\d+\.0"), _zero("experts.gate_up", r"\d+\.1")),
@@ -356,7 +357,7 @@ def test_blocks_are_what_forward_makes_of_them(model_type: str, one: Change, oth
         torch.manual_seed(0)
         model = hf_model(config, "cpu").eval()
         with torch.no_grad():
-            # Weights large enough that every block matters; no biases, which would hide a missing one.
+            # Weights are large, so that every region matters. Biases would hide a missing region.
             for name, parameter in model.named_parameters():
                 if re.search(r"bias$", name):
                     parameter.zero_()
@@ -369,7 +370,7 @@ def test_blocks_are_what_forward_makes_of_them(model_type: str, one: Change, oth
     assert not torch.allclose(outputs[0], outputs[2], atol=float(1e-2 * scale))
 
 
-# --- the command ----------------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 def test_routes_as_json_of_a_model_type(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Checks, layouts, statuses and commands of the launchers: pure, on one machine."""
+"""Checks, layouts, statuses and commands of the launchers, in one process."""
 
 import dataclasses
 import json
@@ -24,12 +24,12 @@ from omn_dist.launch.checks import (
     checkpoint_bytes,
     compare_members,
 )
-from omn_dist.launch.layout import read_layout, tasks_by_node
+from omn_dist.launch.job_layout import read_layout, tasks_by_node
 from omn_dist.launch.meeting import Meeting
 from omn_dist.launch.network import Interface, is_free, list_interfaces, next_free_port, port_of_job, resolve, source_address
 from omn_dist.launch.submit import JobConfig, sbatch_command, time_limit_seconds
-from omn_dist.launch.throughput import throughput_table
 from omn_dist.settings import SettingsError, from_mapping
+from omn_dist.studies.throughput import throughput_table
 
 REPOSITORY = Path(__file__).parents[2]
 MICRO = REPOSITORY / "tests" / "micro.yaml"
@@ -146,7 +146,8 @@ def test_ports() -> None:
 def test_disk_counts_weights_and_state_of_two_checkpoints() -> None:
     matrix, gain = torch.empty(10, 10, device="meta"), torch.empty(5, device="meta")
     groups = [{"algorithm": "muon", "params": [matrix]}, {"algorithm": "adamw", "params": [gain]}]
-    assert checkpoint_bytes(groups) == 4 * (100 * 2 + 5 * 3)
+    # AdamW's step counter is one fp32 number for each parameter.
+    assert checkpoint_bytes(groups) == 4 * (100 * 2 + 5 * 3 + 1)
     assert check_disk(Path("runs"), 1720, 860) == []
     (line,) = check_disk(Path("runs"), 3 << 29, 1 << 30)
     assert "found 1.50 GiB free, expected at least 2.00 GiB for 2 checkpoints" in line

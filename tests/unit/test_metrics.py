@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from omn_dist.settings import SettingsError
-from omn_dist.train.metrics import MetricsFile, draw_loss_curve, read_rows, write_durably
+from omn_dist.train.files import write_durably
+from omn_dist.train.metrics import MetricsFile, read_rows
+from omn_dist.train.pictures import draw_loss_curve
 
 
 def _row(window: int, kind: str = "train") -> dict[str, object]:

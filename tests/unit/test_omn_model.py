@@ -1,4 +1,4 @@
-"""The OMN transformer: sizes, structure, and what its functions must not depend on."""
+"""The OMN transformer: sizes, structure, initial weights and sharding."""
 
 import dataclasses
 import math
@@ -70,7 +70,7 @@ def test_omn_1_block_has_the_published_shapes(omn_1: OMN) -> None:
 
 
 def test_forward_equals_the_formula_written_out() -> None:
-    """Against a second writing of the block: one shared norm, both branches added, grouped heads repeated."""
+    """Forward against a second implementation of the block."""
     model = build().double()
     tokens, _ = batch()
     length = tokens.shape[1]
@@ -85,7 +85,8 @@ def test_forward_equals_the_formula_written_out() -> None:
 
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
-        for parameter in model.parameters():  # gains of one would hide a norm that is taken for another or not applied
+        # Gains of one would hide a norm that is exchanged with another or missing.
+        for parameter in model.parameters():
             parameter.mul_(1 + 0.3 * torch.randn(parameter.shape, generator=generator))
         x = model.embed_tokens(tokens)
         for block in model.layers:
@@ -99,7 +100,7 @@ def test_forward_equals_the_formula_written_out() -> None:
             mixed = a.o_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(-2))
             x = x + mixed + f.down_proj(F.silu(f.gate_proj(n)) * f.up_proj(n))
         expected = norm(x, model.norm.weight) @ model.embed_tokens.weight.T
-        # The norms and positions of the model are fp32 whatever its dtype: that is the whole difference.
+        # The only difference: norms and positions of the model are fp32, for any dtype.
         torch.testing.assert_close(model(tokens), expected, rtol=0, atol=1e-6)
 
 
@@ -128,7 +129,8 @@ def test_query_heads_read_the_key_value_head_of_their_group() -> None:
     with torch.no_grad():
         attention.v_proj.weight[TINY.head_dim :] = 0
         attention.o_proj.weight.zero_()[:, : TINY.hidden_size] = torch.eye(TINY.hidden_size)
-        heads = attention(x, cosine, sine)  # o_proj passes the first 24 of 32 channels: heads 0, 1, 2
+        # o_proj passes the first 24 of 32 channels: heads 0, 1, 2.
+        heads = attention(x, cosine, sine)
     assert (heads[..., :16].abs().amax(dim=(0, 1)) > 0).all()
     assert torch.equal(heads[..., 16:], torch.zeros(2, 5, 8))
 
@@ -206,7 +208,7 @@ def test_initial_weights_have_the_stated_spread() -> None:
             continue
         residual = name.endswith(("o_proj.weight", "down_proj.weight"))
         expected = 0.02 / math.sqrt(2 * 8) if residual else 0.02
-        # The spread of an estimate from n values is 1 / sqrt(2 n): under 0.8 % for the smallest matrix here.
+        # An estimate from n values deviates by 1 / sqrt(2 n), here by less than 0.8 %.
         assert parameter.std().item() == pytest.approx(expected, rel=0.04), name
         assert abs(parameter.mean().item()) < 0.05 * expected, name
 
@@ -266,7 +268,7 @@ def test_impossible_sizes_are_refused_in_one_line(field: str, value: float, mess
 
 @pytest.fixture
 def fake_ranks() -> Iterator[None]:
-    """Rank 2 of 4 without the other three: enough for what needs no collective."""
+    """Rank 2 of 4 without the other three, for code that needs no collective."""
     dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=4)
     yield
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The order of a step: what is in flight while a wave is orthogonalised, and that memory is allocated once."""
+"""The order of a step, what is in flight beside Newton-Schulz, memory that is allocated once."""
 
 import gc
 import tracemalloc
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from omn_dist import plan_ownership
 from omn_dist.exchange import pipeline as module
-from omn_dist.exchange.pipeline import Pipeline, Place
+from omn_dist.exchange.pipeline import Pipeline
 from omn_dist.exchange.transport import Pending, Traffic
+from omn_dist.exchange.work import IndexedRegion
 
 
 class _Recorder(Pending):
@@ -43,16 +44,16 @@ class _Work:
     def has_gradient(self, matrix: int) -> bool:
         return True
 
-    def prepare(self, places: Sequence[Place], *rest: Any, commit: bool) -> None:
+    def prepare(self, regions: Sequence[IndexedRegion], *rest: Any, commit: bool) -> None:
         self._events.append("prepare" if commit else "prepare without commit")
 
-    def commit(self, places: Sequence[Place]) -> None:
+    def commit(self, regions: Sequence[IndexedRegion]) -> None:
         self._events.append("commit")
 
     def transform(self, matrices: Sequence[int], *rest: Any) -> None:
         self._events.append("transform")
 
-    def apply(self, places: Sequence[Place], *rest: Any) -> None:
+    def apply(self, regions: Sequence[IndexedRegion], *rest: Any) -> None:
         self._events.append("apply")
 
 
@@ -104,7 +105,7 @@ def test_what_left_early_is_committed_beside_the_last_scatter(events: list[str])
     launched = [event for event in events if event.startswith("launch")]
     assert launched == [f"launch {way} {number}" for way in ("gather", "scatter") for number in (3, 2, 1, 0)]
     assert events.index("transform") > events.index("launch gather 0")
-    # The gradients that left and what AdamW has are all there is to do while the last scatter is in flight.
+    # Commits of early directions and AdamW are all that is done beside the last scatter.
     last = events.index("launch scatter 0")
     assert events[last:] == ["launch scatter 0", "apply", "commit", "commit", "adamw", "wait scatter 0", "apply"]
     assert "commit" not in events[:last]
@@ -124,7 +125,7 @@ def test_a_step_allocates_no_new_buffers_and_they_do_not_grow_with_depth(events:
 def _of_layers(num_layers: int, world_size: int) -> Pipeline:
     shapes = {"q": (64, 64), "k": (64, 64), "v": (64, 64), "o": (64, 64), "gate": (160, 64), "up": (160, 64), "down": (64, 160)}
     named = {f"layers.{layer}.{name}": shape for layer in range(num_layers) for name, shape in shapes.items()}
-    plan = plan_ownership(named, world_size, wave_bytes=200_000, wire_itemsize=2)
+    plan = plan_ownership(named, world_size, wave_bytes=200_000, communication_itemsize=2)
     assert plan.hash
     return Pipeline(plan, 0, None, torch.device("cpu"), torch.bfloat16)
 

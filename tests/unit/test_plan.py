@@ -1,4 +1,4 @@
-"""The planner and the layouts: exact partitions, balance, budgets, the same answer everywhere; no process group."""
+"""The planner and the layouts: exact partitions, balance, budgets, one answer everywhere."""
 
 import itertools
 import subprocess
@@ -12,11 +12,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from omn_dist import plan_ownership
-from omn_dist.exchange.route import Passage, Side, wave_route
+from omn_dist.exchange.route import BufferLayout, Messages, wave_route
 from omn_dist.plan import Layout, Matrix, Plan, plan_matrices
-from omn_dist.plan.cost import newton_schulz_flops
-from omn_dist.plan.layout import SHARD_ROWS, Segment
-from omn_dist.plan.slices import with_teams
+from omn_dist.plan.geometry.flops import newton_schulz_flops
+from omn_dist.plan.geometry.layout import SHARD_ROWS, ShardRegion
+from omn_dist.plan.geometry.matrix import Work
+from omn_dist.plan.plan import with_teams
 
 OMN_1_BLOCK = {
     "q": (2048, 2048),
@@ -30,7 +31,7 @@ OMN_1_BLOCK = {
 OMN_1 = {f"layers.{block}.{name}": shape for block in range(28) for name, shape in OMN_1_BLOCK.items()}
 
 shapes = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=30)
-# With two rows a matrix never lies whole on one of several ranks, so that any rank may own it.
+# With two rows no matrix is whole on one of several ranks, so any rank may own it.
 tall_shapes = st.lists(st.tuples(st.integers(2, 40), st.integers(1, 40)), min_size=1, max_size=30)
 world_sizes = st.integers(1, 9)
 budgets = st.sampled_from([1, 500, 4_000, 2**20])
@@ -41,7 +42,7 @@ def _named(found: list[tuple[int, int]]) -> dict[str, tuple[int, int]]:
 
 
 def test_flops_are_those_of_the_products() -> None:
-    # k (4 s^2 l + 2 s^3): one step of 3 x 5 makes 3x5x3, 3x3x3 and 3x3x5 products of 2 FLOPs an entry.
+    # k (4 s^2 l + 2 s^3): a step of 3 x 5 takes products 3x5x3, 3x3x3 and 3x3x5, each term 2 FLOPs.
     assert newton_schulz_flops(3, 5, 1) == 2 * (3 * 5 * 3 + 3 * 3 * 3 + 3 * 3 * 5)
     assert newton_schulz_flops(5, 3, 7) == 7 * newton_schulz_flops(3, 5, 1)
 
@@ -77,7 +78,7 @@ def _narrow_layers(count: int) -> dict[str, tuple[int, int]]:
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_default_temporaries_are_six_of_the_largest_matrices_whatever_depth_and_ranks(world_size: int) -> None:
-    needed = {plan_ownership(_narrow_layers(count), world_size, wire_itemsize=2).temporary_bytes for count in (16, 64)}
+    needed = {plan_ownership(_narrow_layers(count), world_size, communication_itemsize=2).temporary_bytes for count in (16, 64)}
     assert len(needed) == 1
     # And a flag a message.
     assert max(needed) <= 6 * (2 * 1368 * 512 + 4 * world_size)
@@ -85,10 +86,10 @@ def test_default_temporaries_are_six_of_the_largest_matrices_whatever_depth_and_
 
 def test_a_default_plan_has_eight_waves_where_they_are_worth_a_collective() -> None:
     layers = _narrow_layers(4)
-    assert len(plan_ownership(layers, 2, wire_itemsize=2).waves) == 8
-    assert len(plan_ownership({f"m{index}": (24, 64) for index in range(74)}, 4, wire_itemsize=2).waves) == 1
+    assert len(plan_ownership(layers, 2, communication_itemsize=2).waves) == 8
+    assert len(plan_ownership({f"m{index}": (24, 64) for index in range(74)}, 4, communication_itemsize=2).waves) == 1
     # A budget that somebody chose is taken as it is.
-    assert len(plan_ownership(layers, 2, wire_itemsize=2, wave_bytes=2**26).waves) == 1
+    assert len(plan_ownership(layers, 2, communication_itemsize=2, wave_bytes=2**26).waves) == 1
 
 
 def test_wave_budget_is_kept_where_it_can_be() -> None:
@@ -112,8 +113,8 @@ def test_vectors_and_empty_matrices_have_owners_and_waves(
     vectors: list[int], found: list[tuple[int, int]], world_size: int
 ) -> None:
     matrices = [
-        Matrix.whole(f"{kind}{index}", Layout(shape, (world_size,), (SHARD_ROWS,)), num_steps)
-        for kind, num_steps, shapes in (("vector", 0, [(1, size) for size in vectors]), ("matrix", 5, found))
+        Matrix.whole(f"{kind}{index}", Layout(shape, (world_size,), (SHARD_ROWS,))).with_work(Work(ns_steps))
+        for kind, ns_steps, shapes in (("vector", 0, [(1, size) for size in vectors]), ("matrix", 5, found))
         for index, shape in enumerate(shapes)
     ]
     plan = plan_matrices(matrices, world_size)
@@ -129,7 +130,7 @@ def test_every_plan_is_an_exact_partition(found, world_size, budget, transport) 
     assert len(plan.owners) == len(found)
     assert set(plan.owners) <= set(range(world_size))
     assert plan.flops_by_rank.sum() == sum(matrix.flops for matrix in plan.matrices)
-    # Longest processing time is within 4/3 of the best (Graham 1969); refinement only lowers the heaviest.
+    # Longest processing time is within 4/3 of the best (Graham 1969); refinement lowers it.
     lower = max(int(plan.flops_by_rank.mean()), max(matrix.flops for matrix in plan.matrices))
     by_size = sorted((matrix.flops for matrix in plan.matrices), reverse=True)
     if len(by_size) > world_size:
@@ -169,10 +170,10 @@ def test_the_hash_knows_every_difference() -> None:
         plan_ownership({**base, "b": (8, 4)}, 2),
         plan_ownership({("z" if name == "d" else name): shape for name, shape in base.items()}, 2),
         plan_ownership(base, 3),
-        plan_ownership(base, 2, wire_itemsize=2),
+        plan_ownership(base, 2, communication_itemsize=2),
         plan_ownership(base, 2, transport="all_gather"),
         plan_ownership(base, 2, wave_bytes=1),
-        plan_ownership(base, 2, num_steps=8),
+        plan_ownership(base, 2, ns_steps=8),
     ]
     assert len({plan.hash for plan in plans}) == len(plans)
 
@@ -189,7 +190,7 @@ def test_the_shard_layout_cuts_like_torch_chunk(num_rows, num_columns, world_siz
     tensor = torch.arange(num_rows * num_columns).view(num_rows, num_columns)
     chunks = list(torch.chunk(tensor, world_size)) if num_rows else []
     for rank in range(world_size):
-        rows = [tensor[piece.row : piece.row + piece.num_rows] for piece in layout.pieces(rank)]
+        rows = [tensor[region.row : region.row + region.num_rows] for region in layout.regions(rank)]
         expected = chunks[rank] if rank < len(chunks) else tensor[:0]
         assert torch.equal(torch.cat([tensor[:0], *rows]), expected)
 
@@ -197,32 +198,32 @@ def test_the_shard_layout_cuts_like_torch_chunk(num_rows, num_columns, world_siz
 def _exchange(plan: Plan, wave: int, wholes: list[np.ndarray]) -> None:
     """Gather and scatter one wave by hand, in one process, and look at what arrives."""
     routes = [wave_route(plan, rank, plan.waves[wave]) for rank in range(plan.world_size)]
-    itemsize = plan.wire_itemsize
+    itemsize = plan.communication_itemsize
 
-    def cut(whole: np.ndarray, segment: Segment) -> np.ndarray:
+    def cut(whole: np.ndarray, region: ShardRegion) -> np.ndarray:
         return whole[
-            segment.matrix_row : segment.matrix_row + segment.num_rows,
-            segment.matrix_column : segment.matrix_column + segment.num_columns,
+            region.matrix_row : region.matrix_row + region.num_rows,
+            region.matrix_column : region.matrix_column + region.num_columns,
         ]
 
-    def flags(side: Side) -> list[tuple[int, int]]:
+    def flags(layout: BufferLayout) -> list[tuple[int, int]]:
         """Matrix and offset of each flag."""
-        return [(matrix, offset + at * pitch) for matrices, offset, pitch in side.flags for at, matrix in enumerate(matrices)]
+        return [(matrix, offset + at * pitch) for matrices, offset, pitch in layout.flags for at, matrix in enumerate(matrices)]
 
-    def carry(passages: list[Passage]) -> list[np.ndarray]:
-        """What each rank receives when every part sends its elements and every flag 1000 and its matrix; -2 is padding."""
+    def carry(messages_by_rank: list[Messages]) -> list[np.ndarray]:
+        """What each rank receives: elements in segments, 1000 + matrix in flags, -2 as padding."""
         sent = []
-        for passage in passages:
-            buffer = np.full(passage.sent.num_bytes // 2, -2.0)
-            for part in passage.sent.parts:
-                data = np.repeat(cut(wholes[part.matrix], part.segment).ravel(), itemsize // 2)
-                buffer[part.offset // 2 : part.offset // 2 + len(data)] = data
-            for matrix, offset in flags(passage.sent):
+        for messages in messages_by_rank:
+            buffer = np.full(messages.sent.num_bytes // 2, -2.0)
+            for segment in messages.sent.segments:
+                data = np.repeat(cut(wholes[segment.matrix], segment.region).ravel(), itemsize // 2)
+                buffer[segment.offset // 2 : segment.offset // 2 + len(data)] = data
+            for matrix, offset in flags(messages.sent):
                 buffer[offset // 2 : offset // 2 + 2] = 1000 + matrix
-            sent.append(np.split(buffer, np.cumsum(passage.sent.num_bytes_by_rank)[:-1] // 2))
-        for rank, passage in enumerate(passages):
+            sent.append(np.split(buffer, np.cumsum(messages.sent.num_bytes_by_rank)[:-1] // 2))
+        for rank, messages in enumerate(messages_by_rank):
             sizes = [2 * len(sent[source][rank]) for source in range(plan.world_size)]
-            assert sizes == list(passage.received.num_bytes_by_rank)
+            assert sizes == list(messages.received.num_bytes_by_rank)
         return [np.concatenate([sent[source][rank] for source in range(plan.world_size)]) for rank in range(plan.world_size)]
 
     for rank, arrived in enumerate(carry([route.gather for route in routes])):
@@ -233,32 +234,32 @@ def _exchange(plan: Plan, wave: int, wholes: list[np.ndarray]) -> None:
             assert group.pitch * itemsize % 64 == 0
             for index in group.matrices:
                 filled = np.full_like(wholes[index], -1.0)
-                places = [
-                    (part.segment, arrived[part.offset // 2 :: itemsize // 2][: part.segment.num_elements])
-                    for part in route.gather.received.parts
-                    if part.matrix == index
+                found = [
+                    (segment.region, arrived[segment.offset // 2 :: itemsize // 2][: segment.region.num_elements])
+                    for segment in route.gather.received.segments
+                    if segment.matrix == index
                 ]
-                places += [(segment, cut(wholes[index], segment).ravel()) for matrix, segment in route.own if matrix == index]
-                for segment, data in places:
-                    target = cut(filled, segment)
+                found += [(region, cut(wholes[index], region).ravel()) for matrix, region in route.own if matrix == index]
+                for region, data in found:
+                    target = cut(filled, region)
                     assert (target == -1).all(), "an element arrives twice"
                     target[:] = data.reshape(target.shape)
                 assert (filled == wholes[index]).all()
     for rank, arrived in enumerate(carry([route.scatter for route in routes])):
-        received = {(part.matrix, part.segment): part.offset for part in routes[rank].scatter.received.parts}
+        received = {(segment.matrix, segment.region): segment.offset for segment in routes[rank].scatter.received.segments}
         for index in plan.waves[wave]:
-            for segment in plan.matrices[index].segments(rank):
+            for region in plan.matrices[index].shard_regions(rank):
                 if plan.owners[index] == rank:
-                    assert (index, segment) in routes[rank].own
+                    assert (index, region) in routes[rank].own
                 else:
-                    data = arrived[received[index, segment] // 2 :: itemsize // 2][: segment.num_elements]
-                    assert (data == cut(wholes[index], segment).ravel()).all()
+                    data = arrived[received[index, region] // 2 :: itemsize // 2][: region.num_elements]
+                    assert (data == cut(wholes[index], region).ravel()).all()
 
 
 @settings(max_examples=40, deadline=None)
 @given(shapes, world_sizes, budgets, st.sampled_from([2, 4]))
 def test_routes_bring_every_element_to_its_owner_and_back(found, world_size, budget, itemsize) -> None:  # type: ignore[no-untyped-def]
-    plan = plan_ownership(_named(found), world_size, wave_bytes=budget, wire_itemsize=itemsize)
+    plan = plan_ownership(_named(found), world_size, wave_bytes=budget, communication_itemsize=itemsize)
     wholes = [
         np.arange(matrix.num_elements, dtype=np.float64).reshape(matrix.num_rows, matrix.num_columns) + 7 * index
         for index, matrix in enumerate(plan.matrices)
@@ -270,7 +271,7 @@ def test_routes_bring_every_element_to_its_owner_and_back(found, world_size, bud
 @settings(max_examples=30, deadline=None)
 @given(shapes, st.integers(2, 6), budgets, st.sampled_from([2, 4]), st.randoms(use_true_random=False))
 def test_routes_bring_every_slice_to_its_owner_and_back(found, world_size, budget, itemsize, random) -> None:  # type: ignore[no-untyped-def]
-    plan = plan_ownership(_named(found), world_size, wave_bytes=budget, wire_itemsize=itemsize)
+    plan = plan_ownership(_named(found), world_size, wave_bytes=budget, communication_itemsize=itemsize)
     teams = {
         matrix.name: sorted(random.sample(range(world_size), min(world_size, matrix.num_elements)))
         for matrix in plan.matrices[::2]
@@ -290,7 +291,7 @@ def test_mistakes() -> None:
         plan_ownership({"a": (2, 2)}, 0)
     with pytest.raises(ValueError, match=r"parameter a: found shape \(2,\)"):
         plan_ownership({"a": (2,)}, 1)
-    matrix = Matrix.whole("a", Layout((2, 2), (2,), (SHARD_ROWS,)), 5)
+    matrix = Matrix.whole("a", Layout((2, 2), (2,), (SHARD_ROWS,)))
     with pytest.raises(ValueError, match="matrix a: planned twice"):
         plan_matrices([matrix, matrix], 2)
     with pytest.raises(ValueError, match="matrix a: on 2 ranks, expected 3"):

@@ -1,4 +1,4 @@
-"""Roles and groups: the right algorithm for every parameter, once, and loud when it cannot be right."""
+"""Roles and groups: each parameter once, with the right algorithm, and clear errors."""
 
 import warnings
 
@@ -8,8 +8,11 @@ from torch import nn
 
 from omn_dist import build_parameter_groups
 from omn_dist.models.omn import OMN, OMNConfig
-from omn_dist.roles import format_groups, route_parameters
+from omn_dist.roles import algorithms, declare_view, format_groups, route_parameters
+from omn_dist.roles.algorithms import AlgorithmKind, algorithm_kind, known_algorithms, register_algorithm
+from omn_dist.roles.report import format_routes
 from omn_dist.roles.role import plain_name
+from omn_dist.settings import SettingsError
 
 
 class Attention(nn.Module):
@@ -135,10 +138,53 @@ def test_rules_override_and_are_checked() -> None:
         ({"*.qproj.*": "adamw"}, r"'\*.qproj.\*' matches no"),
         ({"*.q_proj.weight": "adamw", "*_proj.weight": "muon"}, "different algorithms"),
         ({"*.conv.weight": "muon"}, "expected a matrix"),
-        ({"*.q_proj.weight": "sgd"}, "expected 'muon' or 'adamw'"),
+        ({"*.q_proj.weight": "sgd"}, r"'\*.q_proj.weight' asks for an unknown algorithm 'sgd' \(known: adamw, .*muon"),
+        ({"*.q_proj.weight": "mun"}, "unknown algorithm 'mun'; did you mean 'muon'"),
     ):
         with pytest.raises(ValueError, match=message):
-            build_parameter_groups(model, rules=rules)  # type: ignore[arg-type]
+            build_parameter_groups(model, rules=rules)
+
+
+@pytest.fixture
+def more_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two algorithms that only these tests know: one for matrices, one for everything else."""
+    monkeypatch.setattr(algorithms, "_KINDS", dict(algorithms._KINDS))
+    register_algorithm("my_matrix_rule", AlgorithmKind("MyMatrixRule", takes_matrices=True))
+    register_algorithm("my_shard_rule", AlgorithmKind("MyShardRule", takes_matrices=False))
+
+
+@pytest.mark.usefixtures("more_algorithms")
+def test_rules_may_name_any_registered_algorithm() -> None:
+    model = Transformer()
+    declare_view(model.blocks[1].mlp["up"], (2, 8, 8))
+    rules = {"*.mlp.up.weight": "my_matrix_rule", "*.mlp.gate.*": "my_shard_rule", "*.custom_norm.gain": "my_shard_rule"}
+    groups = build_parameter_groups(model, weight_decay=0.1, rules=rules)
+    fields = [(group["algorithm"], group["weight_decay"], group.get("muon_shape"), len(group["params"])) for group in groups]
+    # Of each block, Muon gets two projections, and AdamW decays the expert gate and convolution.
+    assert fields[:-1] == [
+        ("muon", 0.1, None, 4),
+        ("my_matrix_rule", 0.1, None, 1),
+        ("my_matrix_rule", 0.1, (2, 8, 8), 1),
+        ("adamw", 0.1, None, 4),
+        ("adamw", 0.0, None, 21),
+        ("my_shard_rule", 0.1, None, 2),
+    ]
+    assert fields[-1] == ("my_shard_rule", 0.0, None, 4)
+    labels = [line.split()[0] for line in format_groups(groups, model).splitlines()[1:]]
+    assert labels == ["Muon", "MyMatrixRule", "MyMatrixRule", "AdamW", "AdamW", "MyShardRule", "MyShardRule", "total"]
+    assert {"MyMatrixRule", "MyShardRule"} <= set(format_routes(route_parameters(model, rules)).split())
+
+
+@pytest.mark.usefixtures("more_algorithms")
+def test_an_algorithm_is_registered_once() -> None:
+    kind = algorithm_kind("my_shard_rule")
+    register_algorithm("my_shard_rule", kind)
+    assert algorithm_kind("my_shard_rule") is kind
+    assert {"adamw", "muon", "my_matrix_rule", "my_shard_rule"} <= set(known_algorithms())
+    with pytest.raises(SettingsError, match=r"algorithm 'my_shard_rule': found .* registered as .*choose another name"):
+        register_algorithm("my_shard_rule", AlgorithmKind("MyShardRule", takes_matrices=True))
+    with pytest.raises(SettingsError, match="unknown algorithm 'my_shard_rul'; did you mean 'my_shard_rule'"):
+        algorithm_kind("my_shard_rul")
 
 
 def test_the_table_counts_what_a_state_dict_holds() -> None:

@@ -1,4 +1,4 @@
-"""Faults that people report of routing and views, each with the value that is right."""
+"""Faults of routing and views that users of other optimizers report, each with the right value."""
 
 import warnings
 from typing import Any
@@ -24,7 +24,7 @@ def _gaussian(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-# --- wrong maths without an error -----------------------------------------------------------------------------------------
+# --- wrong maths without an error -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("scale", "factor"), [("sqrt(max(1, m/n))", 2.0), ("0.2*sqrt(max(m, n))", 0.2 * 32**0.5)])
@@ -93,7 +93,7 @@ def test_convolution_or_stack_is_chosen_and_never_guessed() -> None:
     assert {route.name for route in route_parameters(model) if route.algorithm == "muon"} == {"out.weight", "stack"}
 
 
-# --- wrong optimizer, lost groups -----------------------------------------------------------------------------------------
+# --- wrong optimizer, lost groups -----------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -151,7 +151,7 @@ def test_the_summary_shows_what_a_matrix_that_is_excluded_gets() -> None:
     optimizer = DualOptimizer(groups, lr=0.02, adamw_lr=0.003)
     table = format_groups(optimizer.param_groups, model)
     lines = [line.split() for line in table.splitlines()]
-    # Algorithm, decay, rate, tensors, entries, elements: rows of the gate beside their group, the excluded matrices last.
+    # Algorithm, decay, rate, tensors, entries, elements. The rows of the gate have their own line.
     assert ["Muon", "0.1", "0.02", "2", "2", "256"] in [line[:6] for line in lines]
     assert ["AdamW", "0.1", "0.003", "0", "0", "128"] in [line[:6] for line in lines]
     excluded = next(line for line in lines if "layers.0.down_proj.weight" in line)
@@ -196,7 +196,7 @@ def test_a_step_after_a_forward_alone_is_an_error() -> None:
         optimizer.step()
 
 
-# --- experts that no token chose ------------------------------------------------------------------------------------------
+# --- experts that no token chose ------------------------------------------------------------------
 
 
 def test_an_inactive_expert_is_left_untouched() -> None:

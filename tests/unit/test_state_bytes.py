@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from omn_dist import DualOptimizer, build_parameter_groups, plan_ownership
-from omn_dist._state_bytes import state_bytes, state_bytes_by_algorithm
 from omn_dist.models.omn import OMN, OMNConfig
+from omn_dist.optim.state import state_bytes, state_bytes_by_algorithm
 
 
 @pytest.mark.parametrize(

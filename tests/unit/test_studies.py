@@ -1,4 +1,4 @@
-"""Cost, simulation, models and the plan command: numbers that follow by hand, pictures that are written, clear mistakes."""
+"""Cost, simulation, models and the plan command: numbers by hand, pictures, clear errors."""
 
 import json
 from pathlib import Path
@@ -7,12 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from omn_dist.algorithms import kernels
+from omn_dist import plan_ownership
 from omn_dist.cli import main
-from omn_dist.plan import plan_ownership
-from omn_dist.plan.cost import CostForm, newton_schulz_flops, newton_schulz_seconds
-from omn_dist.plan.devices import DEVICES, Device, Topology
-from omn_dist.plan.simulation import shared_cores, simulate
+from omn_dist.kernels import choose_kernels
+from omn_dist.optim.presets import resolve_preset
+from omn_dist.plan.geometry.flops import newton_schulz_flops
+from omn_dist.plan.geometry.matrix import Work
+from omn_dist.plan.predict.devices import DEVICES, Device, Topology
+from omn_dist.plan.predict.seconds import newton_schulz_seconds
+from omn_dist.plan.predict.simulation import shared_cores, simulate
 from omn_dist.settings import SettingsError
 from omn_dist.studies.calibration import calibrate, save_calibration, slowest_machine
 from omn_dist.studies.models import MODELS, load_model
@@ -33,40 +36,20 @@ UNIT = Device(
 
 def test_seconds_add_launches_products_and_memory() -> None:
     flops = newton_schulz_flops(4, 8, 5)
-    assert newton_schulz_seconds(4, 8, 5, UNIT, 4) == flops
-    assert newton_schulz_seconds(4, 8, 5, UNIT, 2) == flops / 4
+    assert newton_schulz_seconds(4, 8, Work(5), UNIT) == flops
+    assert newton_schulz_seconds(4, 8, Work(5, itemsize=2), UNIT) == flops / 4
     # 5 steps of 3 kernels, and 8 around them.
     launching = Device(**{**vars(UNIT), "launch_seconds": 1.0})
-    assert newton_schulz_seconds(4, 8, 5, launching, 4) == flops + 23
+    assert newton_schulz_seconds(4, 8, Work(5), launching) == flops + 23
     # A transpose a step, and 12 other views.
     viewing = Device(**{**vars(UNIT), "view_seconds": 1.0})
-    assert newton_schulz_seconds(4, 8, 5, viewing, 4) == flops + 17
+    assert newton_schulz_seconds(4, 8, Work(5), viewing) == flops + 17
     half = Device(**{**vars(UNIT), "half_rate_side": 4.0})
-    assert newton_schulz_seconds(4, 8, 5, half, 4) == 2 * flops
-
-
-@pytest.mark.parametrize("form", ["symmetric", "symmetric cubic"])
-def test_seconds_of_the_symmetric_form_count_its_strips(form: CostForm) -> None:
-    products = 5 * (1 if form == "symmetric cubic" else 2)
-    flops = newton_schulz_flops(64, 128, 5, form)
-    assert newton_schulz_seconds(64, 128, 5, UNIT, 4, form) == flops
-    # Four strips instead of one product, and three copies.
-    launching = Device(**{**vars(UNIT), "launch_seconds": 1.0})
-    assert newton_schulz_seconds(64, 128, 5, launching, 4, form) == flops + 23 + 6 * products
-    viewing = Device(**{**vars(UNIT), "view_seconds": 1.0})
-    assert newton_schulz_seconds(64, 128, 5, viewing, 4, form) == flops + 17 + 40 * products
-    # The whole product runs at the rate of a short side of 64, strips at that of 16.
-    half = Device(**{**vars(UNIT), "half_rate_side": 16.0})
-    whole = 5 * 2 * 64 * 64 * 128
-    assert newton_schulz_seconds(64, 128, 5, half, 4, form) == whole * 80 / 64 + (flops - whole) * 2
-    # 6 of 16 blocks of 16 x 16 are read and written once more.
-    moving = Device(**{**vars(UNIT), "memory_bytes_per_second": 1.0})
-    more = newton_schulz_seconds(64, 128, 5, moving, 2, form) - newton_schulz_seconds(64, 128, 5, moving, 2)
-    assert more == (flops - newton_schulz_flops(64, 128, 5)) / 4 + products * 2 * 2 * 6 * 16 * 16
+    assert newton_schulz_seconds(4, 8, Work(5), half) == 2 * flops
 
 
 def test_exchange_takes_the_slower_network() -> None:
-    # 4 ranks, 2 a node: a third of the bytes stays inside at 2 a second, two thirds go out at 1 a second.
+    # 4 ranks, 2 a node: one third of the bytes stays inside at 2 a second, two thirds go out at 1.
     assert SLOW.exchange_seconds(300, 4) == pytest.approx(200)
     assert SLOW.exchange_seconds(300, 2) == pytest.approx(150)
     assert SLOW.exchange_seconds(300, 1) == 0
@@ -88,15 +71,16 @@ def test_a_step_makes_calls_for_every_part() -> None:
     assert seconds(1, launch_seconds=1.0) == pytest.approx(10 + 5 + 23 + 2)
     # Setting up the matrix first.
     assert seconds(1, view_seconds=1.0) == pytest.approx(18 + 9 + 17 + 5)
-    # The owner waits for the other's part, unpacks and packs it, applies its own; the other applies its part at that time.
+    # The owner waits for the other's part, unpacks it, packs it and applies its own, while the
+    # other rank applies its part.
     assert seconds(2, view_seconds=1.0) == pytest.approx(18 + 9 + (3 + 9) + 17 + 2 + 5)
 
 
 def test_a_step_reads_and_writes_what_its_kernels_do() -> None:
     plan = plan_ownership({"a": (8, 8)}, 1)
     slow = Device(**{**vars(UNIT), "memory_bytes_per_second": 1.0})
-    transform = newton_schulz_seconds(8, 8, 5, slow, 4)
-    # Prepare moves four numbers an element, apply three; fused AdamW seven, AdamW in single operations eighteen.
+    transform = newton_schulz_seconds(8, 8, Work(5), slow)
+    # Numbers moved an element: prepare 4, apply 3, fused AdamW 7, AdamW in single operations 18.
     assert simulate(plan, slow).seconds == transform + 64 * 4 * (4 + 3)
     assert simulate(plan, slow, num_adamw_elements=100).seconds == transform + 64 * 4 * (4 + 3) + 100 * 4 * 7
     unfused = Device(**{**vars(slow), "fused_adamw": False})
@@ -106,9 +90,9 @@ def test_a_step_reads_and_writes_what_its_kernels_do() -> None:
 def test_ranks_that_still_work_share_the_cores_of_those_that_are_done() -> None:
     work = np.array([3.0, 1.0, 2.0, 2.0])
     assert shared_cores(work, 1.0, 4) is work
-    # Two a core: after 1 second three ranks share two cores, after 3/4 more the last one has a core for itself.
+    # Two a core: after 1 s three ranks share two cores, after 3/4 s more the last has its own core.
     assert shared_cores(work, 2.0, 4).tolist() == pytest.approx([1 + 3 / 4 + 1 / 2, 1, 1 + 3 / 4, 1 + 3 / 4])
-    # Nobody is faster than a core, and machines share nothing.
+    # No rank is faster than one core, and machines share nothing.
     assert shared_cores(work, 2.0, 2).tolist() == pytest.approx([1 + 2 / 2, 1, 2, 2])
     assert shared_cores(work, 1.25, 2).tolist() == pytest.approx([1 + 2 / 1.25, 1, 2, 2])
 
@@ -120,16 +104,16 @@ def test_ranks_of_one_machine_are_timed_from_the_first_start_to_the_last_end() -
 
 
 def test_a_step_waits_for_what_it_needs() -> None:
-    """Two equal waves on two ranks: gather, work, work, scatter; the second gather and the first scatter hide."""
+    """Two equal waves on two ranks: the second gather and the first scatter are hidden."""
     plan = plan_ownership({f"m{index}": (8, 8) for index in range(4)}, 2, wave_bytes=300)
     assert len(plan.waves) == 2
     work = float(plan.matrices[0].flops)
     timeline = simulate(plan, UNIT)
-    # Each rank sends and receives half a matrix of 256 bytes and a flag of 4 in a wave, at 2 bytes a second.
+    # In a wave each rank exchanges half of 256 bytes and a flag of 4, at 2 bytes a second.
     exchange = (128 + 4) / 2
     assert timeline.seconds == pytest.approx(exchange + 2 * work + exchange)
     assert timeline.exposed_seconds.tolist() == pytest.approx([2 * exchange] * 2)
-    # Where the cores carry the messages nothing hides.
+    # If the cores carry the messages, nothing is hidden.
     busy = Device(**{**vars(UNIT), "overlaps": False})
     assert simulate(plan, busy).seconds == pytest.approx(4 * exchange + 2 * work)
 
@@ -159,7 +143,7 @@ def test_a_step_is_never_shorter_than_its_busiest_rank_or_longer_than_lockstep()
         assert seconds <= plan.wave_imbalance * plan.flops_by_rank.mean() * (1 + 1e-12)
 
 
-# Parameters as published on the models' pages, in billions (DeepSeek-V3: without its prediction layer).
+# Billions of parameters as published (DeepSeek-V3 without its prediction layer).
 PUBLISHED = {
     "omn1": 1.503200256,
     "qwen3-1.7b": 1.72,
@@ -213,6 +197,12 @@ def test_meshes_share_the_work_of_all_ranks() -> None:
         study([model], [8], ["flops"], Setting(device=device, topology=device.topology, replicas=3))
 
 
+def test_a_study_is_of_an_algorithm_for_matrices() -> None:
+    for algorithm, message in (("adamw", "found 'adamw', expected one that updates matrices"), ("mun", "did you mean 'muon'")):
+        with pytest.raises(SettingsError, match=message):
+            resolve_preset("omn", {"algorithm": algorithm})
+
+
 def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "omn1", "--ranks", "8,64,256", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
@@ -224,7 +214,7 @@ def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         assert min(row["bytes_sent_per_rank"], row["temporary_bytes"], row["step_ms"]) > 0
     assert rows[0]["imbalance"] <= 1.003
     assert rows[1]["imbalance"] == rows[1]["bound"] == pytest.approx(1.14707, abs=1e-5)
-    # What the option would do stands beside what the plan without it does.
+    # Plans without teams report what teams would do.
     assert [(row["teams"]["executed"], row["teams"]["pays"]) for row in rows[1:]] == [(False, False), (False, True)]
     assert rows[2]["teams"]["imbalance"] <= 1.25 < rows[2]["imbalance"]
     assert rows[2]["step_ms"] == rows[2]["teams"]["step_ms_whole"] > rows[2]["teams"]["step_ms"]
@@ -310,7 +300,7 @@ def test_a_calibration_can_be_planned_with(tmp_path: Path, capsys: pytest.Captur
     assert 1e-8 < device.launch_seconds < 1e-2
     assert 1e-8 < device.view_seconds < 1e-2
     assert not device.overlaps
-    assert device.fused_adamw == kernels.takes_adamw(torch.zeros(1))
+    assert device.fused_adamw == choose_kernels().fuses_adamw
     save_calibration(device, tmp_path / "node.json")
     assert main(["plan", "--model", "omn1", "--ranks", "2", "--json", "--device", str(tmp_path / "node.json")]) == 0
     assert json.loads(capsys.readouterr().out)[0]["step_ms"] > 0

@@ -1,4 +1,4 @@
-"""What the members of a team compute: together the whole matrix's update, as far from exact arithmetic as one rank's is."""
+"""Members of a team compute the whole matrix's update, as far from exact as one rank's."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,12 +11,12 @@ from torch import Tensor
 from omn_dist.algorithms.newton_schulz import RECIPES, Recipe, build_recipe, orthogonalize
 from omn_dist.algorithms.scratch import Scratch
 from omn_dist.algorithms.team_newton_schulz import Team, orthogonalize_slice
-from omn_dist.plan.cost import slice_bytes, slice_collectives
+from omn_dist.plan.geometry.flops import slice_bytes, slice_collectives
 
 # Sides that teams divide and do not, a side shorter than a team, one row, a square.
 SHAPES = ((24, 130), (47, 47), (2, 65), (1, 9), (64, 256))
-# The largest relative distance from one rank's update on these shapes and teams (Frobenius norms): fp32 2.1e-6, bf16 3.9e-2,
-# fp16 7.5e-3. Both are as far from fp64.
+# The largest relative distance from one rank's update on these shapes and teams, in Frobenius norms:
+# fp32 2.1e-6, bf16 3.9e-2, fp16 7.5e-3. Both are as far from fp64.
 RECIPE_AND_TOLERANCE = {
     "omn": (RECIPES["omn"], 4e-6),
     "torch": (RECIPES["torch"], 5e-2),
@@ -63,18 +63,19 @@ def test_slices_together_are_the_update_of_the_whole_matrix(name: str, size: int
         assert torch.equal(whole, before), "a direction was changed"
         assert found.dtype == expected.dtype
         assert _distance(found, expected) <= tolerance, shape
-        # In both roundings are few and random, so the larger one may be some times the smaller, on small matrices more.
+        # In both roundings are few and random: one may be some times the other on small matrices.
         exact = orthogonalize(whole.to(recipe.input_dtype).double(), exact_recipe)
         factor = 1.25 if min(shape) > 40 else 4
-        # The norm alone, rounded to fp32, moves everything by up to one unit in its last place; the cubic steps add about as much:
-        # on an AMD EPYC 47 x 47 was 1.1e-7 off as a whole, and 2.3e-7 in four slices.
+        # The norm alone, rounded to fp32, moves everything by up to one unit in its last place, and the
+        # cubic steps add about as much. On an AMD EPYC 47 x 47 was 1.1e-7 off as a whole, and 2.3e-7 in
+        # four slices.
         smallest = 2 * torch.finfo(torch.float32).eps
         assert _distance(found, exact) <= max(factor * _distance(expected, exact), smallest), shape
         again, _ = _together(_cut(whole, size), recipe)
-        assert torch.equal(found, again), "not deterministic"
+        assert torch.equal(found, again), "not reproducible"
         cubic = recipe.schedule.is_cubic
         # All but the one by which the exchange asks for a gradient.
-        assert num_calls == slice_collectives(recipe.schedule.num_steps, "cubic" if cubic else "standard") - 1
+        assert num_calls == slice_collectives(recipe.schedule.ns_steps, "cubic" if cubic else "standard") - 1
 
 
 def test_slices_of_any_width_and_strides() -> None:
@@ -123,7 +124,7 @@ def test_bytes_are_those_that_members_hand_over() -> None:
         run_team(
             lambda part, team, recipe=recipe: orthogonalize_slice(part, recipe, _Counted(team), Scratch()), _cut(_whole((7, 20)), 3)
         )
-        steps = recipe.schedule.num_steps
+        steps = recipe.schedule.ns_steps
         # Whether there is a gradient is asked beside it: one fp32 number for each of two others.
         assert sum(sent) == 3 * (slice_bytes(7, steps, 3, form, recipe.dtype.itemsize) - 2 * 4)  # type: ignore[arg-type]
 

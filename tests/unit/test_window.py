@@ -1,4 +1,4 @@
-"""The accepted-window rule and clipping in one process; several ranks are in tests/distributed/test_training.py."""
+"""Judging windows and clipping in one process. tests/distributed/test_training.py has ranks."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from omn_dist.train.norms import UpdateNorms, view_groups
-from omn_dist.train.window import clip_adamw_gradients, judge_window
+from omn_dist.train.window import clip_gradients, judge_window
 
 CPU = torch.device("cpu")
 
@@ -85,7 +85,7 @@ def test_clipping_is_torch_s_on_adamw_alone(num_adamw_groups: int) -> None:
     groups, reference = _groups(num_adamw_groups), _groups(num_adamw_groups)
     views = view_groups(groups)
     verdict = judge_window(views, torch.tensor(1.0), stop=False)
-    factor = clip_adamw_gradients(views, verdict, 1.0)
+    factor = clip_gradients(views, verdict, 1.0)
     assert 0 < factor < 1
     clipped = [p for group in reference[1:] for p in group["params"]]  # type: ignore[attr-defined]
     torch.nn.utils.clip_grad_norm_(clipped, 1.0)
@@ -99,7 +99,7 @@ def test_small_gradients_and_no_limit_are_left_alone() -> None:
     for limit in (1e6, None):
         groups, reference = _groups(), _groups()
         views = view_groups(groups)
-        assert clip_adamw_gradients(views, judge_window(views, torch.tensor(1.0), stop=False), limit) == 1.0
+        assert clip_gradients(views, judge_window(views, torch.tensor(1.0), stop=False), limit) == 1.0
         for p, q in zip(groups[1]["params"], reference[1]["params"], strict=True):  # type: ignore[call-overload]
             torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=0)
 

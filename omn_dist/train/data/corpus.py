@@ -1,4 +1,7 @@
-"""The default corpus: source files of the Python standard library, about 12 MB of real text without a download."""
+"""The default corpus: source files of the Python standard library.
+
+About 12 MB of real text, without a download.
+"""
 
 import sysconfig
 from pathlib import Path
@@ -8,26 +11,29 @@ import numpy as np
 from omn_dist.settings import SettingsError
 from omn_dist.train.data.split import split_by_file
 from omn_dist.train.data.stream import TokenStream
-from omn_dist.train.data.tokenizer import ByteTokenizer
+from omn_dist.train.data.tokenizer import BYTES
 
 VALIDATION_FRACTION = 0.05
+"""Part of the bytes that is kept for validation."""
 SPLIT_SEED = 0
-"""Fixed: runs of different seeds train and validate on the same files."""
+"""Fixed, so that runs with different seeds train and validate on the same files."""
 
-# Tests repeat themselves and would be half of all bytes; the others are not part of the library.
+# The tests are repetitive and would be half of all bytes. The other folders are not part of the
+# library.
 _EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
-# Written when Python is built: it holds folders of the machine.
+# This file is written when Python is built, and holds folders of the machine.
 _EXCLUDED_PREFIX = "_sysconfigdata"
 
 
 def stdlib_files(root: Path | None = None) -> dict[str, bytes]:
-    """Contents of the library's non-empty ``.py`` files by path relative to its folder, in sorted order.
+    """Contents of the library's non-empty ``.py`` files by relative path, sorted by path.
 
     Args:
-        root: folder of the library; ``None`` is that of the running Python. The same version gives the same files.
+        root: folder of the library; ``None``: that of the running Python. The same version of
+            Python gives the same files.
 
     Raises:
-        SettingsError: there are none, as in a Python that ships its library compiled or zipped.
+        SettingsError: there are none, as in a Python whose library is compiled or zipped.
     """
     folder = Path(sysconfig.get_path("stdlib")) if root is None else root
     content_by_name: dict[str, bytes] = {}
@@ -44,9 +50,9 @@ def stdlib_files(root: Path | None = None) -> dict[str, bytes]:
 
 
 def stdlib_streams(root: Path | None = None) -> tuple[TokenStream, TokenStream]:
-    """Training and validation streams of the corpus as byte tokens, an end-of-document token after each file.
+    """Training and validation streams of the corpus, as byte tokens.
 
-    The split is by file, so no text is on both sides.
+    Each file ends in an end-of-document token, and is in exactly one of the streams.
     """
     content_by_name = stdlib_files(root)
     size_by_name = {name: len(content) for name, content in content_by_name.items()}
@@ -55,7 +61,6 @@ def stdlib_streams(root: Path | None = None) -> tuple[TokenStream, TokenStream]:
 
 
 def _stream(names: list[str], content_by_name: dict[str, bytes], side: str) -> TokenStream:
-    tokenizer = ByteTokenizer()
-    end = np.array([tokenizer.end_of_document], dtype=np.uint16)
-    pieces = [piece for name in names for piece in (tokenizer.encode(content_by_name[name]), end)]
-    return TokenStream([np.concatenate(pieces)], [f"standard library ({side})"], tokenizer.vocab_size)
+    end = np.array([BYTES.end_of_document], dtype=np.uint16)
+    pieces = [piece for name in names for piece in (BYTES.encode(content_by_name[name]), end)]
+    return TokenStream([np.concatenate(pieces)], [f"standard library ({side})"], BYTES.vocab_size)

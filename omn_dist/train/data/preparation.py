@@ -1,4 +1,4 @@
-"""Text files to token shards."""
+"""Tokenizes text files into a folder of shards."""
 
 import dataclasses
 import json
@@ -20,9 +20,10 @@ from omn_dist.train.data.shards import (
     TokenType,
 )
 from omn_dist.train.data.split import split_by_file
-from omn_dist.train.data.tokenizer import Tokenizer, open_tokenizer
+from omn_dist.train.data.tokenizer import BYTES, Tokenizer
 
-# A document is tokenized in pieces of about this many bytes, cut after a line: memory stays bounded at any file size.
+# A document is tokenized in pieces of about this many bytes, each cut after a line, so that memory
+# does not grow with the size of a file.
 _PIECE_BYTES = 4 << 20
 
 
@@ -35,50 +36,50 @@ class _Document:
     stop: int
 
 
-def prepare(
+def prepare_text(
     paths: Sequence[str | Path],
     out_folder: str | Path,
-    tokenizer: str = "byte",
+    tokenizer: Tokenizer = BYTES,
     *,
-    end_of_document: str | None = None,
     validation_fraction: float = 0.05,
     seed: int = 0,
     shard_tokens: int = 1 << 26,
     shard_format: ShardFormat = "bin",
     progress: bool = True,
 ) -> ShardFolder:
-    """Tokenize text files into a new folder of shards; the folder appears complete or not at all.
+    """Tokenize text files into a new folder of shards, which is written whole or not at all.
 
-    Each non-empty file is one document, followed by an end-of-document token. Validation is split off by file; of a
-    single file it is the end, cut after a line.
+    Each file that is not empty is one document, followed by an end-of-document token. Whole files
+    are chosen for validation; a single file is cut in two, after a line.
 
     Args:
-        paths: text files and folders; of a folder all files below it whose path has no hidden part.
+        paths: text files, and folders: all files below them, except hidden ones and those in hidden
+            folders.
         out_folder: must not exist, or be an empty folder.
-        tokenizer: ``"byte"`` or the path of a ``tokenizer.json``.
-        end_of_document: the end token of a ``tokenizer.json``; ``None`` looks for a usual one.
-        validation_fraction: part of the bytes, between 0 and 1.
-        seed: of the split.
-        shard_tokens: tokens of a full shard; its memory is held twice, once a side.
+        tokenizer: see :func:`~omn_dist.train.data.tokenizer.open_tokenizer`.
+        validation_fraction: part of the bytes that is for validation, between 0 and 1.
+        seed: seed of the choice of validation files.
+        shard_tokens: tokens of a full shard. Two shards are in memory at a time, one for training
+            and one for validation.
         shard_format: ``"bin"`` or ``"npy"``.
-        progress: show a progress bar.
+        progress: whether to show a progress bar.
 
     Returns:
-        the description that was written as ``meta.json``.
+        The description that was written as ``meta.json``.
 
     Raises:
-        SettingsError: no text, a missing file, an output that exists, a tokenizer or text that cannot be read.
+        SettingsError: no text, a missing file, an output that exists, or text that cannot be read.
     """
     out = Path(out_folder).expanduser()
     if shard_tokens < 1:
         raise SettingsError(f"shard_tokens: found {shard_tokens}, expected at least 1")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise SettingsError(f"output {out}: exists already and is not overwritten; choose another folder or remove it")
-    opened = open_tokenizer(tokenizer, end_of_document)
     documents_by_side = _split(_text_files(paths), validation_fraction, seed)
-    dtype: TokenType = "uint16" if opened.vocab_size <= 1 << 16 else "uint32"
+    dtype: TokenType = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
 
-    # Beside the output, so that the rename stays on one file system; the process number keeps two runs apart.
+    # In the same folder as the output, since a rename works within one file system only. The
+    # process number gives two commands that run at once different folders.
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
     partial.mkdir()
@@ -90,11 +91,11 @@ def prepare(
         num_bytes = sum(d.stop - d.start for documents in documents_by_side.values() for d in documents)
         with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="tokenize", disable=not progress) as bar:
             for side, documents in documents_by_side.items():
-                _write(documents, opened, writer_by_side[side], bar)
+                _write_documents(documents, tokenizer, writer_by_side[side], bar)
         meta = ShardFolder(
             format=FORMAT_VERSION,
-            tokenizer=opened.name,
-            vocab_size=opened.vocab_size,
+            tokenizer=tokenizer.name,
+            vocab_size=tokenizer.vocab_size,
             dtype=dtype,
             train=tuple(writer_by_side["train"].files),
             validation=tuple(writer_by_side["validation"].files),
@@ -107,7 +108,7 @@ def prepare(
 
 
 def _text_files(paths: Sequence[str | Path]) -> dict[str, Path]:
-    """Non-empty files by name, sorted by it: the path as given, or below a given folder."""
+    """Files that are not empty by name, sorted. A name is the path as it was given or found."""
     path_by_name: dict[str, Path] = {}
     for given in map(Path, paths):
         if given.is_file():
@@ -150,7 +151,7 @@ def _split(path_by_name: dict[str, Path], fraction: float, seed: int) -> dict[st
 
 
 def _pieces(document: _Document) -> Iterator[bytes]:
-    """The document's bytes in pieces that end after a line where there is one."""
+    """The document's bytes in pieces, each cut after a line where there is one."""
     with document.path.open("rb") as file:
         file.seek(document.start)
         left = document.stop - document.start
@@ -164,7 +165,7 @@ def _pieces(document: _Document) -> Iterator[bytes]:
             left -= len(piece)
 
 
-def _write(documents: list[_Document], tokenizer: Tokenizer, writer: ShardWriter, bar: "tqdm[None]") -> None:
+def _write_documents(documents: list[_Document], tokenizer: Tokenizer, writer: ShardWriter, bar: "tqdm[None]") -> None:
     end = np.array([tokenizer.end_of_document], dtype=np.uint32)
     for document in documents:
         for piece in _pieces(document):

@@ -1,7 +1,7 @@
-"""Token shards: memory-mapped files of raw tokens in a folder, and the ``meta.json`` that says what they are.
+"""Token shards: a folder with memory-mapped files of tokens, and a ``meta.json`` about them.
 
-``meta.json`` is the :class:`ShardFolder` below as JSON. A shard is a ``.bin`` (raw little-endian tokens, no header) or
-a ``.npy`` of one dimension.
+``meta.json`` is the :class:`ShardFolder` below as JSON. A shard is a ``.bin`` file (little-endian
+tokens without a header) or a ``.npy`` file with one dimension.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ FORMAT_VERSION = 1
 TokenType = Literal["uint16", "uint32"]
 ShardFormat = Literal["bin", "npy"]
 
-# Tokens at both ends of a shard that are compared with the vocabulary when it is opened: all of a small shard. The rest
-# is compared as it is read, because a large corpus would take minutes.
+# When a shard is opened, this many tokens at each of its ends are compared with the vocabulary. The
+# others are compared when they are read, because a whole large corpus would take minutes.
 _NUM_CHECKED = 1 << 20
 
 
@@ -30,27 +30,27 @@ class ShardFile:
     """One shard."""
 
     name: str
-    """File name within the folder."""
+    """Name of the file in the folder."""
     num_tokens: int
-    """Tokens in it."""
+    """Number of its tokens."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardFolder:
-    """What ``meta.json`` says of a folder of shards."""
+    """The content of ``meta.json``: the description of a folder of shards."""
 
     format: int
     """Version of this description: 1."""
     tokenizer: str
-    """``"byte"``, or the path of the tokenizer.json as it was given."""
+    """``"byte"``, or the path of the ``tokenizer.json`` as it was given."""
     vocab_size: int
-    """Every token is below it."""
+    """All tokens are smaller than this."""
     dtype: TokenType
-    """Of a token on disk; little-endian."""
+    """Type of a token on disk, little-endian."""
     train: tuple[ShardFile, ...]
-    """Shards to train on, in order."""
+    """Shards for training, in their order."""
     validation: tuple[ShardFile, ...]
-    """Shards to validate on, in order."""
+    """Shards for validation, in their order."""
 
 
 def storage_type(dtype: TokenType) -> "np.dtype[Any]":
@@ -62,7 +62,8 @@ def read_meta(folder: Path) -> ShardFolder:
     """The checked description of ``folder``.
 
     Raises:
-        SettingsError: folder or file missing, not JSON, a wrong or missing entry, an unknown version, an empty side.
+        SettingsError: the folder or the file is missing, it is no JSON, an entry is wrong or
+            missing, its version is unknown, or there are no shards for training or validation.
     """
     path = folder / META_NAME
     if not folder.is_dir():
@@ -85,10 +86,10 @@ def read_meta(folder: Path) -> ShardFolder:
 
 
 def open_shards(folder: Path) -> tuple[ShardFolder, TokenStream, TokenStream]:
-    """The description and the memory-mapped training and validation streams of ``folder``.
+    """The description of ``folder``, and its memory-mapped training and validation streams.
 
     Raises:
-        SettingsError: what :func:`read_meta` and :func:`open_shard` raise.
+        SettingsError: as in :func:`read_meta` and :func:`open_shard`.
     """
     meta = read_meta(folder)
     streams = [
@@ -103,10 +104,10 @@ def open_shards(folder: Path) -> tuple[ShardFolder, TokenStream, TokenStream]:
 
 
 def open_shard(path: Path, meta: ShardFolder, num_tokens: int) -> TokenArray:
-    """The memory map of one shard, checked against its description: existence, size, dtype, vocabulary.
+    """The memory map of one shard.
 
     Raises:
-        SettingsError: one line that names the file, what was found and what was expected.
+        SettingsError: the file is missing, or its size, dtype or tokens do not fit the description.
     """
     dtype = storage_type(meta.dtype)
     if not path.is_file():
@@ -140,16 +141,25 @@ def open_shard(path: Path, meta: ShardFolder, num_tokens: int) -> TokenArray:
 
 
 class ShardWriter:
-    """Collects tokens of one side and writes them as shards of ``shard_tokens`` tokens; the last one is shorter."""
+    """Writes the tokens for training, or those for validation, as shards.
+
+    Args:
+        folder: where the shards are written.
+        side: ``"train"`` or ``"validation"``; the beginning of each file name.
+        dtype: type of a token on disk.
+        shard_format: ``"bin"`` or ``"npy"``.
+        shard_tokens: tokens of each shard; the last one may have fewer.
+    """
 
     def __init__(self, folder: Path, side: str, *, dtype: TokenType, shard_format: ShardFormat, shard_tokens: int) -> None:
         self.files: list[ShardFile] = []
+        """The shards that were written."""
         self._folder, self._side, self._format = folder, side, shard_format
         self._buffer = np.empty(shard_tokens, dtype=storage_type(dtype))
         self._filled = 0
 
     def append(self, tokens: TokenArray) -> None:
-        """Add ``tokens``; a shard that is full is written."""
+        """Add ``tokens``, and write each shard that is full."""
         while len(tokens):
             piece = tokens[: len(self._buffer) - self._filled]
             self._buffer[self._filled : self._filled + len(piece)] = piece
@@ -159,7 +169,7 @@ class ShardWriter:
                 self.finish()
 
     def finish(self) -> None:
-        """Write what is collected; nothing if there is nothing."""
+        """Write the tokens that are in memory as a shard, if there are any."""
         if not self._filled:
             return
         name = f"{self._side}-{len(self.files):05d}.{self._format}"

@@ -1,4 +1,4 @@
-"""The data of a run: from its settings to the token streams."""
+"""The data of a run: settings, and the token streams that they name."""
 
 import dataclasses
 import hashlib
@@ -13,16 +13,17 @@ from omn_dist.train.data.stream import TokenStream
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where the text comes from and how it is cut."""
+    """Where the text comes from, and how long a sample is."""
 
     source: Literal["stdlib", "shards"] = "stdlib"
-    """``stdlib``: source files of the Python standard library, as bytes; ``shards``: a prepared folder."""
+    """``stdlib``: source files of the Python standard library, as bytes; ``shards``: a folder that
+    ``omn-dist data prepare`` has written."""
     path: str | None = None
     """Folder of the shards; only with ``source: shards``."""
     sequence_length: int
-    """Tokens of a training sample."""
+    """Tokens of a sample."""
     seed: int = 0
-    """Of the order of samples; which text is for validation does not depend on it."""
+    """Seed of the order of samples. The choice of text for validation does not depend on it."""
 
     def __post_init__(self) -> None:
         if self.sequence_length < 1:
@@ -37,14 +38,14 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TextData:
-    """Opened data."""
+    """The opened text of a run."""
 
     name: str
-    """For people and run records."""
+    """Name in messages and in the run record."""
     vocab_size: int
-    """Every token is below it; the model's vocabulary must be at least this."""
+    """All tokens are smaller than this. The model's vocabulary must have at least this size."""
     fingerprint: str
-    """64 bits in hex that differ when the text differs, so that a resumed run can tell."""
+    """64 bits in hex that change with the text. A resumed run compares them with its checkpoint."""
     train: TokenStream
     validation: TokenStream
 
@@ -55,7 +56,7 @@ class TextData:
 
 
 def open_data(config: DataConfig) -> TextData:
-    """Open the streams that ``config`` asks for. Each rank opens them by itself; no collective.
+    """Open the streams that ``config`` names. Not collective: each rank opens them by itself.
 
     Raises:
         SettingsError: a file is missing, damaged, or does not fit its description.
@@ -68,6 +69,6 @@ def open_data(config: DataConfig) -> TextData:
         return TextData("Python standard library", train.vocab_size, digest.hexdigest()[:16], train, validation)
     folder = Path(str(config.path)).expanduser()
     meta, train, validation = open_shards(folder)
-    # The description stands for the content: reading a large corpus once more would take minutes.
+    # Of the description, not of the tokens: reading a large corpus would take minutes.
     fingerprint = hashlib.sha256((folder / META_NAME).read_bytes()).hexdigest()[:16]
     return TextData(str(folder), meta.vocab_size, fingerprint, train, validation)

@@ -1,4 +1,4 @@
-"""Which files a run trains on and which it is validated on."""
+"""The choice of files for training and for validation."""
 
 import hashlib
 from collections.abc import Mapping
@@ -7,10 +7,10 @@ from omn_dist.settings import SettingsError
 
 
 def split_by_file(size_by_name: Mapping[str, int], fraction: float, seed: int) -> tuple[list[str], list[str]]:
-    """Names for training and for validation, each sorted; every file is on exactly one side, and neither side is empty.
+    """Names of the files for training and of those for validation, both sorted and not empty.
 
-    Files are ranked by a hash of (seed, name), so that one more file moves few of the others, and taken for validation
-    until they hold ``fraction`` of all bytes.
+    Files are taken for validation in the order of a hash of (seed, name) until they have
+    ``fraction`` of all bytes. So one more file changes the choice for few of the others.
 
     Raises:
         SettingsError: fewer than two files, or a fraction outside (0, 1).

@@ -1,4 +1,4 @@
-"""A stream of tokens: one or more one-dimensional integer arrays, in memory or memory-mapped, read as one sequence."""
+"""A stream of tokens: integer arrays, in memory or memory-mapped, that are read as one sequence."""
 
 import bisect
 import itertools
@@ -16,9 +16,10 @@ class TokenStream:
     """Consecutive token arrays as one sequence with random access.
 
     Args:
-        arrays: one-dimensional unsigned integer arrays; memory maps stay on disk until they are read.
-        names: what to call each array in an error message, such as its file.
-        vocab_size: each token must be below it; checked as the tokens are read.
+        arrays: unsigned integers, each array with one dimension. Memory maps stay on disk until
+            they are read.
+        names: name of each array in error messages, such as its file.
+        vocab_size: all tokens must be smaller; checked when they are read.
     """
 
     def __init__(self, arrays: Sequence[TokenArray], names: Sequence[str], vocab_size: int) -> None:
@@ -30,15 +31,15 @@ class TokenStream:
         self.vocab_size = vocab_size
 
     def __len__(self) -> int:
-        """Tokens in the stream."""
+        """Number of tokens in the stream."""
         return self._ends[-1] if self._ends else 0
 
     def read(self, start: int, count: int) -> npt.NDArray[np.int64]:
         """Tokens ``start`` .. ``start + count - 1`` as int64.
 
         Raises:
-            IndexError: the range leaves the stream.
-            SettingsError: a token is not below ``vocab_size``; the message names the array.
+            IndexError: the range is not within the stream.
+            SettingsError: a token is ``vocab_size`` or larger; the message names the array.
         """
         if start < 0 or count < 0 or start + count > len(self):
             raise IndexError(f"tokens {start} .. {start + count} asked of a stream of {len(self)}")
@@ -57,7 +58,11 @@ class TokenStream:
 
 
 def check_vocabulary(tokens: TokenArray, vocab_size: int, name: str) -> None:
-    """Raise :class:`SettingsError` naming the file ``name`` if a token is not below ``vocab_size``."""
+    """Check that all tokens are smaller than ``vocab_size``.
+
+    Raises:
+        SettingsError: one is not; the message names the file ``name``.
+    """
     if tokens.size and (largest := int(tokens.max())) >= vocab_size:
         raise SettingsError(
             f"{name}: found token {largest}, expected tokens below the vocabulary size {vocab_size}; the file is "

@@ -1,4 +1,4 @@
-"""Tokenizers: raw bytes, or a local ``tokenizer.json`` through the ``tokenizers`` library."""
+"""Tokenizers: bytes as tokens, or a ``tokenizer.json`` through the ``tokenizers`` library."""
 
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,22 +9,25 @@ from omn_dist.settings import SettingsError
 from omn_dist.train.data.stream import TokenArray
 
 END_OF_DOCUMENT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|eot|>", "</s>", "<eos>", "[SEP]")
-"""Tokens of a ``tokenizer.json`` that are taken for the end of a document, the first that exists."""
+"""End-of-document tokens that are looked for in a ``tokenizer.json``, in this order."""
 
 
 class Tokenizer(Protocol):
-    """What the writers of shards need of a tokenizer."""
+    """A tokenizer, as far as shards need one."""
 
     name: str
+    """Name in ``meta.json``."""
     vocab_size: int
+    """All tokens are smaller than this."""
     end_of_document: int
+    """The token that ends a document."""
 
     def encode(self, text: bytes) -> TokenArray:
-        """Tokens of ``text`` without any special token added; one-dimensional."""
+        """Tokens of ``text``, without special tokens; an array with one dimension."""
 
 
 class ByteTokenizer:
-    """Token = byte. 257 tokens: the bytes, and 256 for the end of a document, which no text can contain."""
+    """Each byte is a token. Token 256 ends a document; no text can contain it."""
 
     name = "byte"
     vocab_size = 257
@@ -35,16 +38,21 @@ class ByteTokenizer:
         return np.frombuffer(text, dtype=np.uint8).astype(np.uint16)
 
 
+BYTES = ByteTokenizer()
+"""The byte tokenizer, which has no settings."""
+
+
 class JsonTokenizer:
-    """A tokenizer saved as ``tokenizer.json``.
+    """A tokenizer that is saved as ``tokenizer.json``.
 
     Args:
         path: the file.
-        end_of_document: its token for the end of a document; ``None`` takes the first of ``END_OF_DOCUMENT_NAMES`` that
-            exists.
+        end_of_document: the token that ends a document; ``None``: the first of
+            ``END_OF_DOCUMENT_NAMES`` that the file has.
 
     Raises:
-        SettingsError: the library or the file is missing, the file cannot be read, or the end token is not in it.
+        SettingsError: the library or the file is missing, the file cannot be read, or it does not
+            have the end-of-document token.
     """
 
     def __init__(self, path: Path, end_of_document: str | None = None) -> None:
@@ -81,8 +89,17 @@ class JsonTokenizer:
 
 
 def open_tokenizer(tokenizer: str, end_of_document: str | None = None) -> Tokenizer:
-    """The tokenizer called ``"byte"``, or the one in the ``tokenizer.json`` at that path."""
-    return ByteTokenizer() if tokenizer == "byte" else JsonTokenizer(Path(tokenizer), end_of_document)
+    """A tokenizer by its name.
+
+    Args:
+        tokenizer: ``"byte"``, or the path of a ``tokenizer.json``.
+        end_of_document: the token of a ``tokenizer.json`` that ends a document; ``None``: the first
+            of ``END_OF_DOCUMENT_NAMES`` that it has.
+
+    Raises:
+        SettingsError: as in :class:`JsonTokenizer`.
+    """
+    return BYTES if tokenizer == "byte" else JsonTokenizer(Path(tokenizer), end_of_document)
 
 
 def _first_line(error: Exception) -> str:

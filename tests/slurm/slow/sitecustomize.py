@@ -1,4 +1,7 @@
-"""Ranks that take their time: each window waits for the seconds in the file that SLOW_STEPS names. Python loads this by itself."""
+"""Slow ranks: each window waits for the seconds in the file that SLOW_STEPS names.
+
+Python imports this file at its start.
+"""
 
 import os
 import sys

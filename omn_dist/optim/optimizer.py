@@ -1,0 +1,335 @@
+"""DualOptimizer: groups, state, plans and rules joined into one ``torch.optim.Optimizer``."""
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Private: torch.compiler.disable does the same, but imports the compiler at once, half a second of
+# every command. Seen in torch 2.9 and 2.13.
+from torch._compile import _disable_dynamo
+from typing_extensions import override
+
+from omn_dist.algorithms.scratch import Scratch
+from omn_dist.exchange.process_groups import SharedGroups
+from omn_dist.kernels import choose_kernels
+from omn_dist.optim.domains import Domain, build_domains
+from omn_dist.optim.groups import check_parameter, check_saved_groups, complete_group
+from omn_dist.optim.options import Options
+from omn_dist.optim.overlap import EarlyGathers, can_leave_early
+from omn_dist.optim.presets import Preset, resolve_preset
+from omn_dist.optim.rules.registry import rule_by_name
+from omn_dist.optim.rules.rule import Tools
+from omn_dist.optim.shard_step import Rows, find_rows, step_rows, step_shards
+from omn_dist.optim.shards import checked_gradient
+from omn_dist.optim.state import allocate_state
+from omn_dist.plan.geometry.placement import local_tensor
+from omn_dist.plan.plan import Plan
+
+logger = logging.getLogger(__name__)
+
+
+class DualOptimizer(torch.optim.Optimizer):
+    """Muon on whole matrices and AdamW on the rest, for parameters sharded with FSDP2.
+
+    It is a plain optimizer: schedulers, ``closure``, ``zero_grad``, ``state_dict``,
+    ``add_param_group`` and ``deepcopy`` work, and ``param_groups`` are read at every step. Momentum
+    is a DTensor with the parameter's mesh and placements. The weights after a step are bitwise
+    those of one process that runs the same algorithm on whole tensors.
+
+    Args:
+        groups: of ``build_parameter_groups``, or your own dictionaries with ``params``,
+            ``algorithm`` and, if you like, ``param_names`` and any field of the algorithm.
+            ``"muon"`` means matrices, on the preset's matrix rule. ``"normuon"``, ``"adamw"``,
+            ``"vector"`` (parameters with one dim) and the name of a registered rule mean that rule,
+            whatever the preset.
+        preset: a name of ``PRESETS`` or a :class:`~omn_dist.optim.presets.Preset`.
+        process_group: ranks that hold equal copies of the *plain* tensors among the matrices (DDP):
+            they then share the work. Without it every rank works on its own plain tensors.
+        batch_invariant: bits do not depend on what is computed together. Each matrix is
+            orthogonalised alone, so it does not matter which matrices share an owner, and AdamW's
+            bits do not depend on where shards are cut. ``False`` is faster and reproducible too, on
+            the same ranks: small matrices of one shape go through one batched call, and AdamW takes
+            torch's fused kernel on CPUs as well.
+        master_weights: keep an fp32 copy of every half-precision parameter in the state (key
+            ``master``), step on that, and round it to the parameter. Without it steps below the
+            parameter's precision are lost; a warning says so.
+        options: further options, and fields of the preset with another value:
+
+            wave_bytes (int): byte budget of one slot of the pipeline and of the stack of whole
+                matrices, per rank. By default both slots and the stack together have room for six
+                of the largest matrices, 1 to 64 MiB, or less where that makes eight waves of 1 MiB
+                or more. It does not depend on the depth of the model.
+            transport: ``"all_to_all"``, or ``"all_gather"`` for fabrics without a good all-to-all.
+                The same on all ranks.
+            owners: owner rank of each matrix by name, instead of the planner's choice.
+            copies: what ranks with equal copies of a DTensor (HSDP) do. ``"share"``: they share its
+                matrices, and each update is sent to the other copies once. ``"repeat"``: every copy
+                does all the work, with no traffic between copies. ``"auto"``: the one whose
+                simulated step is faster on a device like this one.
+            teams: ``"never"``: each matrix has one owner. ``"auto"``: a team of ranks works on one
+                matrix where more ranks than large matrices would leave some idle, and the simulated
+                step says that it pays on a device like this one. Or the ranks of a team (ascending,
+                numbered as in the plan) by matrix name. A team's results are reproducible, but not
+                bitwise those of one process (docs/numerics.md has the tolerance). NorMuon, vectors,
+                guards and the Gram form keep one owner. Not together with ``owners``.
+            kernels: ``"auto"``: C kernels for what they can take, chosen when the optimizer is
+                built. ``"torch"``: none, with the same bits. The environment variable
+                ``OMN_DIST_KERNELS=torch`` does the same.
+
+    A parameter without a gradient on any rank is left bit-identical, state included. A matrix whose
+    gradient is present on some ranks only takes the others' shards as zeros. An AdamW shard without
+    a gradient is left alone on its rank.
+
+    Raises:
+        ValueError: no group, an unknown algorithm, field, option or preset, a parameter that its
+            rule cannot update, or ranks whose plans differ (on all of them, naming the difference).
+        NotImplementedError: a placement that is not supported.
+
+    Collective: all ranks of the parameters' mesh construct it and call ``step``.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[Mapping[str, Any]],
+        *,
+        preset: str | Preset = "omn",
+        process_group: dist.ProcessGroup | None = None,
+        batch_invariant: bool = True,
+        master_weights: bool = False,
+        **options: Any,
+    ) -> None:
+        options |= {"batch_invariant": batch_invariant, "master_weights": master_weights}
+        self._options = Options.taken_from(options)
+        self._preset = resolve_preset(preset, options, other_names=tuple(Options.__dataclass_fields__))
+        self._shared = SharedGroups(process_group)
+        self._domains: list[Domain] | None = None
+        self._early: list[EarlyGathers] = []
+        self._rows: list[Rows] = []
+        given = [dict(group) for group in groups]
+        if not given:
+            raise ValueError("groups: found none, expected those of build_parameter_groups(model)")
+        self._tools = self._make_tools()
+        super().__init__(given, {"lr": self._preset.lr})
+        self._domains = self._build_domains()
+
+    @property
+    def preset(self) -> Preset:
+        """The recipe with its overrides; groups may differ from it."""
+        return self._preset
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plan of the sharded matrices and that of the plain ones, as far as there are any."""
+        return tuple(domain.plan for domain in self._built())
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes for other ranks that this rank has handed to collectives.
+
+        They are counted from when the pipelines were built.
+        """
+        return sum(domain.bytes_sent for domain in self._built())
+
+    @property
+    def num_collectives(self) -> int:
+        """Collectives that this rank has joined, in all steps since the pipelines were built."""
+        return sum(domain.pipeline.traffic.num_collectives for domain in self._built())
+
+    @override
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group like those of the constructor.
+
+        Collective once the optimizer is built, since all ranks then make new plans.
+        """
+        num_parameters = sum(len(group["params"]) for group in self.param_groups)
+        group = complete_group(dict(param_group), self._preset, num_parameters)
+        super().add_param_group(group)
+        named = list(zip(group["param_names"], group["params"], strict=True))
+        try:
+            for name, parameter in named:
+                check_parameter(name, parameter, group)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        for name, parameter in named:
+            if not self.state[parameter]:
+                masters = self._options.master_weights
+                allocate_state(self.state[parameter], name, parameter, group, master_weights=masters)
+        self._warn_of_half_precision(group)
+        if self._domains is not None:
+            self._domains = self._build_domains()
+
+    @contextmanager
+    def overlap_backward(self) -> Iterator[None]:
+        """Start gathers during backward, as soon as gradients are reduced.
+
+        Use it around the last backward before a step. The step then finds most of its gathers done.
+        Its bits are the same, and momentum changes in the step only. If no step follows (a rejected
+        window), what was sent is discarded when this is entered again. It needs memory for the
+        gathers of all waves at once: one shard of the matrices and one share of whole ones, in the
+        communication dtype. Matrices that are plain tensors are not sent early.
+
+        From the backward to the step, gradients of matrices must not change, nor the momentum
+        settings of a group: :meth:`step` raises ``RuntimeError`` before anything moves when one did
+        (clipping, unscaling, another backward). AdamW gradients and learning rates may change.
+
+        Collective: all ranks enter it before the same steps.
+
+        Raises:
+            ValueError: the transport is ``"all_gather"``, which has room for one wave only.
+        """
+        if self._options.transport == "all_gather":
+            raise ValueError("overlap_backward: found transport 'all_gather', expected 'all_to_all'")
+        self._early = []
+        with ExitStack() as stack:
+            for domain in self._built():
+                if can_leave_early(domain):
+                    domain.pipeline.begin_early()
+                    early = EarlyGathers(domain)
+                    stack.enter_context(early.sending())
+                    self._early.append(early)
+            yield
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @override
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient; gradients are not changed.
+
+        Collective over the parameters' mesh. On CUDA there is no host synchronisation unless a
+        gradient is missing. Autocast and torch.compile around it have no effect. Returns what
+        ``closure`` returns.
+
+        Raises:
+            RuntimeError: no parameter has a gradient on any rank (backward did not run, or the
+                optimizer was built before ``fully_shard`` replaced the parameters).
+            ValueError: a gradient of another shape, mesh, placement or layout than its parameter;
+                raised before anything moves.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        device = next((parameter.device for group in self.param_groups for parameter in group["params"]), torch.device("cpu"))
+        with torch.autocast(device.type, enabled=False):
+            self._step()
+        return loss
+
+    @_disable_dynamo
+    def _step(self) -> None:
+        domains = self._built()
+        gradients = {
+            parameter: checked_gradient(name, parameter)
+            for group in self.param_groups
+            for name, parameter in zip(group["param_names"], group["params"], strict=True)
+        }
+        for early in self._early:
+            early.check()
+        self._early = []
+        for domain in domains:
+            domain.step.begin(gradients)
+
+        def run_local() -> None:
+            step_shards(self._groups(needs_owner=False), self.state, gradients, self._tools)
+            step_rows(self._rows, self.state, gradients, self._tools)
+
+        if not domains:
+            run_local()
+        for number, domain in enumerate(domains):
+            domain.pipeline.run(domain.step, run_local if number == 0 else lambda: None)
+        self._check_any_gradient(gradients)
+
+    def _check_any_gradient(self, gradients: Mapping[Tensor, Tensor | None]) -> None:
+        has_none = all(gradient is None for gradient in gradients.values())
+        # A rank that holds no element is not told about gradients.
+        if has_none and any(local_tensor(held).numel() for held in gradients):
+            if any(domain.step.saw_gradient() for domain in self._built()):
+                return
+            raise RuntimeError(
+                f"step: found no gradient on any of {len(gradients)} parameters, expected a backward before it; if there was one, "
+                "the optimizer was built before fully_shard replaced the parameters: build it afterwards"
+            )
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a ``state_dict`` of an optimizer with the same groups.
+
+        State keeps the dtypes that it was saved with.
+
+        Raises:
+            ValueError: the saved groups hold other parameters, shapes, algorithms or views; the
+                first difference is named.
+        """
+        check_saved_groups(state_dict["param_groups"], self.param_groups)
+        super().load_state_dict(state_dict)
+        identities = [identity for group in state_dict["param_groups"] for identity in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for identity, parameter in zip(identities, parameters, strict=True):
+            # torch casts floating state to the parameter's dtype, which would round fp32 momentum
+            # of bf16 parameters.
+            for key, value in state_dict["state"].get(identity, {}).items():
+                if isinstance(value, Tensor) and self.state[parameter][key].dtype != value.dtype:
+                    self.state[parameter][key] = value.to(parameter.device, copy=True)
+        # Ranks compare their plans again before the next step.
+        self._drop_early()
+        self._domains = None
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        # Pipelines, views and kernels belong to this process: a copy makes its own.
+        own = {name: getattr(self, name) for name in ("_preset", "_options", "_shared")}
+        rebuilt: dict[str, Any] = {"_domains": None, "_rows": [], "_early": [], "_tools": None}
+        return {**super().__getstate__(), **own, **rebuilt}
+
+    def _drop_early(self) -> None:
+        """Discard early gathers whose step was never taken, before their pipelines go."""
+        for domain in self._domains or ():
+            domain.pipeline.drop_early()
+        self._early = []
+
+    def _groups(self, *, needs_owner: bool) -> list[dict[str, Any]]:
+        return [group for group in self.param_groups if rule_by_name(group["algorithm"]).needs_owner == needs_owner]
+
+    def _built(self) -> list[Domain]:
+        if self._domains is None:
+            self._tools = self._make_tools()
+            self._domains = self._build_domains()
+        return self._domains
+
+    def _make_tools(self) -> Tools:
+        return Tools(choose_kernels(self._options.kernels), Scratch(), self._options.batch_invariant)
+
+    def _build_domains(self) -> list[Domain]:
+        groups = self._groups(needs_owner=True)
+        self._rows = find_rows(groups)
+        domains = build_domains(groups, self._preset.communication_dtype, self._options, self._shared, self.state, self._tools)
+        for domain in domains:
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                logger.info("%s", domain.plan)
+        return domains
+
+    def _warn_of_half_precision(self, group: Mapping[str, Any]) -> None:
+        half = [
+            (name, parameter.dtype)
+            for name, parameter in zip(group["param_names"], group["params"], strict=True)
+            if parameter.dtype.itemsize < 4
+        ]
+        if half and not self._options.master_weights:
+            name, dtype = half[0]
+            warnings.warn(
+                f"{len(half)} parameters on {group['algorithm']} such as {name} are {dtype}: a step or a decay of less than about "
+                f"{torch.finfo(dtype).eps / 2:.1g} of a weight rounds away; keep parameters in float32 and cast in forward, or "
+                "pass master_weights=True",
+                stacklevel=4,
+            )

@@ -1,0 +1,1 @@
+"""How long a plan takes: devices, seconds of a matrix, a simulated step, and where teams pay."""
