@@ -1,4 +1,4 @@
-"""What all benchmarks share: real gloo ranks with one thread each, the machine they ran on, medians with their spread."""
+"""Shared by all benchmarks: gloo ranks with one thread each, the machine, medians and quartiles."""
 
 import json
 import os
@@ -16,6 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from omn_dist.roles.summary import align_columns
+
 
 def layers(count: int) -> dict[str, tuple[int, int]]:
     """The matrices of ``count`` layers of hidden 512, by name."""
@@ -32,11 +34,11 @@ def layers(count: int) -> dict[str, tuple[int, int]]:
 
 
 MATRICES = layers(8)
-"""25.2 million matrix parameters, 334 GFLOP of five standard steps."""
+"""25.2 million elements, 334 GFLOP for five steps of the standard form."""
 
 
 def environment() -> dict[str, Any]:
-    """The machine and the versions, for every table and JSON."""
+    """The machine and the versions, for all tables and JSON files."""
     model = platform.processor()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -53,7 +55,10 @@ def environment() -> dict[str, Any]:
 
 
 def on_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> Any:
-    """``function(*arguments)`` on every rank of a fresh gloo group, one thread each; what the first rank returns."""
+    """Call ``function(*arguments)`` on every rank of a new gloo group, with one thread each.
+
+    Returns what the function returns on rank 0.
+    """
     with tempfile.TemporaryDirectory() as folder:
         os.environ["OMP_NUM_THREADS"] = "1"
         mp.spawn(_rank, args=(num_ranks, folder, function, arguments), nprocs=num_ranks)
@@ -71,18 +76,18 @@ def _rank(rank: int, num_ranks: int, folder: str, function: Callable[..., Any], 
 
 
 def mebibytes(text: str) -> int:
-    """The bytes of a number of MiB on the command line."""
+    """Bytes, from MiB on the command line."""
     return int(float(text) * 2**20)
 
 
 def sharded(shape: tuple[int, int], mesh: DeviceMesh) -> nn.Parameter:
-    """A parameter of random numbers, its rows over the ranks of ``mesh``."""
+    """A parameter of random numbers with its rows sharded over ``mesh``; not collective."""
     full = torch.randn(shape, generator=torch.Generator().manual_seed(shape[0])).mul_(0.02)
     return nn.Parameter(distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None))
 
 
 def slowest(seconds: float) -> float:
-    """The largest value of all ranks. Collective."""
+    """The largest value over all ranks. Collective."""
     value = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return float(value)
@@ -102,21 +107,14 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def show(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
-    """Rows as a table under the environment, or everything as JSON."""
+    """Print the environment and a table of the rows, or both as JSON."""
     if as_json:
         print(json.dumps({"environment": environment(), "rows": list(rows)}, indent=1))
         return
     print("  ".join(f"{name}: {value}" for name, value in environment().items()))
     columns = list(dict.fromkeys(key for row in rows for key in row))
     cells = [columns] + [[_cell(row.get(column, "")) for column in columns] for row in rows]
-    widths = [max(len(line[index]) for line in cells) for index in range(len(columns))]
-    for line in cells:
-        print(
-            "  ".join(
-                cell.ljust(width) if index == 0 else cell.rjust(width)
-                for index, (cell, width) in enumerate(zip(line, widths, strict=True))
-            )
-        )
+    print(align_columns(cells, right=range(1, len(columns))))
 
 
 def _cell(value: Any) -> str:

@@ -1,11 +1,15 @@
-"""Time of a training iteration: Muon on the matrices next to AdamW on everything, interleaved in one run.
+"""Time of a training iteration with DualOptimizer and with AdamW alone, interleaved in one run.
 
-An iteration is zero_grad, forward, backward and step of an fp32 OMN transformer under ``fully_shard``, on gloo ranks with one
-thread each: 10.0 million parameters (hidden 256, 10 layers, 8192 tokens in the vocabulary), 8 sequences of 256 tokens a rank.
-*expected* is the iteration with AdamW plus the Newton-Schulz products of the slowest rank, run alone (floor.py), round by round;
-it is what ``DualOptimizer`` would take if everything but the products cost what AdamW costs.
+An iteration is zero_grad, forward, backward and step of an fp32 OMN transformer under
+``fully_shard``, on gloo ranks with one thread each. The model has 10.0 million parameters (hidden
+256, 10 layers, vocabulary 8192); a rank takes 8 sequences of 256 tokens.
 
-    python benchmarks/end_to_end.py --ranks 2 [--preset torch] [--layers 10] [--sequences 8] [--rounds 9] [--json]
+*expected* is the iteration with AdamW plus the Newton-Schulz products of the slowest rank, measured
+alone (floor.py) in the same round: the time of ``DualOptimizer`` if everything except the products
+cost as much as with AdamW.
+
+    python benchmarks/end_to_end.py --ranks 2 [--preset torch] [--layers 10] [--sequences 8]
+        [--rounds 9] [--json]
 """
 
 import argparse
@@ -21,12 +25,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from omn_dist import DualOptimizer, build_parameter_groups
 from omn_dist.models import OMN, OMNConfig, shard_model
+from omn_dist.roles.algorithms import algorithm_kind
 
 NUM_TOKENS = 256
 
 
 def model(num_layers: int) -> OMN:
-    """Sharded over all ranks."""
+    """The model, sharded over all ranks. Collective."""
     config = OMNConfig(
         num_layers=num_layers,
         hidden_size=256,
@@ -48,7 +53,7 @@ def measure(preset: str, num_layers: int, num_sequences: int, num_rounds: int) -
     matrices = {
         name: tuple(parameter.shape)
         for group in groups
-        if group["algorithm"] == "muon"
+        if algorithm_kind(group["algorithm"]).takes_matrices
         for name, parameter in zip(group["param_names"], group["params"], strict=True)
     }
     contenders = {
@@ -62,7 +67,7 @@ def measure(preset: str, num_layers: int, num_sequences: int, num_rounds: int) -
     floor = Floor(preset, matrices)
     products = []
     for number in range(num_rounds + 1):
-        # Every second round backwards: what drifts on the machine meets both alike.
+        # Every second round runs in reverse order, so that drift of the machine affects both.
         for name in list(contenders)[:: (-1) ** number]:
             network, optimizer = contenders[name]
             dist.barrier()
@@ -90,7 +95,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--preset", choices=("omn", "torch"), default="torch")
     parser.add_argument("--layers", type=int, default=10)
-    parser.add_argument("--sequences", type=int, default=8, help="of a rank in an iteration")
+    parser.add_argument("--sequences", type=int, default=8, help="sequences of a rank in an iteration (8)")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()

@@ -1,27 +1,39 @@
-"""Exposed communication on a slow network: how much of what the collectives cost does the pipeline hide?
+"""Exposed communication on a slow network: how much of its cost does the pipeline hide?
 
-Two gloo ranks, each on a host of its own (a network namespace, see slow_network.py; needs root), with one core a rank: gloo's
-threads and the matrix products share it, so what this says is what is really hidden. The transport of one optimizer is
-switched from step to step, interleaved in one run; times are those of the slowest rank:
+Two gloo ranks run on one host each (a network namespace, see slow_network.py; needs root), with one
+core a rank. gloo's threads and the matrix products share that core, so time that is hidden here is
+really hidden. The transport of one optimizer is switched from step to step, interleaved in one run.
+All times are those of the slowest rank. The modes are:
 
-- *pipeline on*: as it is;
-- *pipeline off*: the same waves, each collective waited for at once;
-- *compute alone*: the same work on what an earlier step left in the buffers, nothing on the wire;
-- *collectives alone*: those of one step, one after the other;
-- *backward alone*: gradients come one after the other, from the last layer to the first, each after the products that the backward
-  of its layer takes for 1,024 tokens;
-- *backward, then step*, and *backward, gathers in it, step*: with ``overlap_backward`` in the second.
+- *pipeline on*: the optimizer as it is;
+- *pipeline off*: the same waves, but each collective is waited for at once;
+- *compute alone*: the same work on what an earlier step left in the buffers, without collectives;
+- *collectives alone*: the collectives of one step, one after the other;
+- *backward alone*: gradients arrive one after the other, from the last layer to the first, each
+  after the products that the backward of its layer takes for 1,024 tokens;
+- *backward, then step*: both, one after the other;
+- *backward, gathers in it, step*: the same with ``overlap_backward``.
 
-*Exposed* is a step less compute alone; the *cost* of communication is what is exposed with the pipeline off, and *hidden* is the
-part of it that is not exposed with the pipeline on, round by round; after a backward, that alone is taken off as well. *Saved by
-gathers in backward* is what the last takes less than the one before. *Could hide* is the most that Newton-Schulz is long enough
-for: of each wave the lesser of its Newton-Schulz and the collectives that are in flight beside it. *waits* are the times that the
-optimizer stands still for collectives, or for the other rank: what is hidden of them does not depend on how fast the machine
-happens to compute, but leaves out what communication takes of the cores. *cpu* are the times of all threads.
+The rows below them are computed round by round:
 
-    python benchmarks/exposed.py [--rate 1gbit] [--preset torch] [--wave-mib 4] [--rounds 25] [--json] [--picture exposed.png]
+- *exposed*: a step minus compute alone;
+- *cost* of communication: what is exposed with the pipeline off;
+- *hidden*: the cost minus what is exposed with the pipeline on;
+- *exposed after backward*, *exposed, gathers in backward*: the two modes with both, minus compute
+  alone and backward alone;
+- *saved by gathers in backward*: backward, then step minus the same with gathers in backward;
+- *could hide*: the most that Newton-Schulz is long enough for. For each wave it is the shorter of
+  its Newton-Schulz and of the collectives in flight at that time.
 
-Ranks that are started by other means, with the environment that torch.distributed expects, run on their own network.
+The column *waits* is the time that the optimizer waits for collectives or for the other rank. The
+hidden part of it does not depend on how fast the machine computes at the moment, but it leaves out
+the core time that communication takes. The column *cpu* is the time of all threads.
+
+    python benchmarks/exposed.py [--rate 1gbit] [--preset torch] [--wave-mib 4] [--rounds 25]
+        [--json] [--picture docs/results/pictures/exposed.png]
+
+Ranks that are started in another way, with the environment variables of torch.distributed, use
+their own network.
 """
 
 import argparse
@@ -60,7 +72,7 @@ NUM_TOKENS = 1024
 
 
 class Span(NamedTuple):
-    """A stretch of a rank's time that one wave takes: ``gather``, ``orthogonalize``, ``wait_gather`` ..."""
+    """The time of one wave in one range of a rank: ``gather``, ``wait_gather``, ``unpack`` ..."""
 
     name: str
     wave: int
@@ -69,7 +81,7 @@ class Span(NamedTuple):
 
 
 class Stamps:
-    """Stands in for ``record_function`` and keeps the ranges; their clock is that of the kernel, one for all ranks on it."""
+    """Replaces ``record_function`` and stores the ranges; ranks on one machine share its clock."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -84,7 +96,7 @@ class Stamps:
 
 
 class Switch(WaveTransport):
-    """The transport of an optimizer in one of the modes."""
+    """The transport of an optimizer, switched to one of the modes."""
 
     def __init__(self, transport: WaveTransport, stamps: Stamps) -> None:
         self.traffic = transport.traffic
@@ -101,15 +113,15 @@ class Switch(WaveTransport):
         return self._launch("scatter", number, sent, received)
 
     def run_collectives(self) -> None:
-        """Those of a step, one after the other."""
-        for (way, number), buffers in self._calls.items():
-            _Waiting(getattr(self._transport, way)(number, *buffers), self._stamps, f"wait_{way}({number})").wait()
+        """Run the collectives of a step, one after the other."""
+        for (phase, number), buffers in self._calls.items():
+            _Waiting(getattr(self._transport, phase)(number, *buffers), self._stamps, f"wait_{phase}({number})").wait()
 
-    def _launch(self, way: Literal["gather", "scatter"], number: int, sent: Tensor, received: Tensor) -> Pending:
-        self._calls[way, number] = (sent, received)
+    def _launch(self, phase: Literal["gather", "scatter"], number: int, sent: Tensor, received: Tensor) -> Pending:
+        self._calls[phase, number] = (sent, received)
         if self.mode == COMPUTE:
             return Pending()
-        pending = _Waiting(getattr(self._transport, way)(number, sent, received), self._stamps, f"wait_{way}({number})")
+        pending = _Waiting(getattr(self._transport, phase)(number, sent, received), self._stamps, f"wait_{phase}({number})")
         if self.mode in (ON, LATE, EARLY):
             return pending
         pending.wait()
@@ -117,7 +129,7 @@ class Switch(WaveTransport):
 
 
 class _Waiting(Pending):
-    """Keeps the range of the wait."""
+    """Stores the range of the wait."""
 
     def __init__(self, pending: Pending, stamps: Stamps, label: str) -> None:
         super().__init__()
@@ -129,23 +141,23 @@ class _Waiting(Pending):
 
 
 class Once(NamedTuple):
-    """One step, or its collectives; times are those of the slowest rank."""
+    """One run of a mode; times are seconds of the slowest rank."""
 
     seconds: float
     busy: float
-    """Of a core, all threads of the rank together."""
+    """Core time of all threads of the rank together."""
     waits: float
-    """In which the optimizer stands still for collectives."""
+    """Time in which the optimizer waits for collectives."""
     spans: list[Span]
-    """Of this rank."""
+    """The ranges of this rank."""
 
     def of_waves(self, name: str) -> dict[int, float]:
-        """Seconds that each wave takes in the ranges of one name."""
+        """Seconds of each wave in the ranges of one name."""
         return {span.wave: span.end - span.start for span in self.spans if span.name == name}
 
 
 def measure(preset: str, wave_bytes: int | None, num_layers: int, num_rounds: int) -> list[dict[str, Once]]:
-    """Every mode in every round. Collective."""
+    """All modes, in each round. Collective."""
     stamps = Stamps()
     switches: list[Switch] = []
     make_transport = pipeline.make_transport
@@ -168,7 +180,7 @@ def measure(preset: str, wave_bytes: int | None, num_layers: int, num_rounds: in
     def backward() -> None:
         optimizer.zero_grad()
         for parameter, gradient in reversed(list(zip(parameters, gradients, strict=True))):
-            # Of the inputs and of the weight; whose values do not matter.
+            # The products for the gradients of inputs and weight; their values do not matter.
             weight, tokens = torch.zeros(parameter.shape).bfloat16(), torch.zeros(NUM_TOKENS, parameter.shape[0]).bfloat16()
             (tokens.mT @ (tokens @ weight)).sum().item()
             (parameter.to_local() * gradient).sum().backward()
@@ -192,7 +204,7 @@ def measure(preset: str, wave_bytes: int | None, num_layers: int, num_rounds: in
 
     for mode in MODES:
         once(mode)
-    # Every second round backwards: what drifts on the machine meets all modes alike.
+    # Every second round runs in reverse order, so that drift of the machine affects all modes.
     return [{mode: once(mode) for mode in MODES[:: (-1) ** number]} for number in range(num_rounds)]
 
 
@@ -249,12 +261,12 @@ def _share(parts: Sequence[float], wholes: Sequence[float]) -> dict[str, float]:
 
 
 def _typical(rounds: Sequence[dict[str, Once]], mode: str) -> Once:
-    """The one of median time, the same on all ranks."""
+    """The run of median time, the same on all ranks."""
     return sorted((of_mode[mode] for of_mode in rounds), key=lambda once: once.seconds)[len(rounds) // 2]
 
 
 def draw(timelines: dict[str, list[list[Span]]], path: Path) -> None:
-    """Lanes of each rank, the pipeline on above the pipeline off."""
+    """Draw the lanes of each rank, with the pipeline on above the pipeline off."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -268,14 +280,14 @@ def draw(timelines: dict[str, list[list[Span]]], path: Path) -> None:
         for rank, spans in enumerate(by_rank):
             launched = {(span.name, span.wave): span.end for span in spans if not span.name.startswith("wait")}
             for span in sorted(spans, key=lambda span: span.name.startswith("wait")):
-                way = span.name.removeprefix("wait_")
-                if way == span.name:
+                phase = span.name.removeprefix("wait_")
+                if phase == span.name:
                     bars = [(span.start, "works")]
                 else:
-                    bars = [(min(launched[way, span.wave], span.start), "in flight"), (span.start, "waits")]
+                    bars = [(min(launched[phase, span.wave], span.start), "in flight"), (span.start, "waits")]
                 for begin, kind in bars:
                     width, left = 1e3 * (span.end - begin), 1e3 * (begin - start)
-                    plot.barh(5 * rank + lanes[way], width, left=left, color=colors[kind], edgecolor="white", linewidth=0.3)
+                    plot.barh(5 * rank + lanes[phase], width, left=left, color=colors[kind], edgecolor="white", linewidth=0.3)
             labels += [f"rank {rank}: {lane}" for lane in ("gather", "orthogonalize", "scatter", "unpack, apply")]
         plot.set_yticks([5 * rank + lane for rank in range(len(by_rank)) for lane in range(4)], labels)
         plot.invert_yaxis()
@@ -286,7 +298,7 @@ def draw(timelines: dict[str, list[list[Span]]], path: Path) -> None:
 
 
 def run_on_hosts(rate: str) -> None:
-    """This command once more on each host, as its rank."""
+    """Run this command again on each host, as its rank."""
     with two_hosts(rate) as hosts:
         ranks = []
         for rank, host in enumerate(hosts):
@@ -295,7 +307,7 @@ def run_on_hosts(rate: str) -> None:
             ranks.append(subprocess.Popen([*host, sys.executable, *sys.argv], env=os.environ | environment))
         while None in (statuses := [rank.poll() for rank in ranks]) and not any(statuses):
             time.sleep(0.1)
-        # One that failed leaves the other waiting.
+        # After a failure the other rank would wait forever.
         for rank in ranks:
             rank.kill()
             rank.wait()
@@ -306,13 +318,13 @@ def run_on_hosts(rate: str) -> None:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", default="1gbit", help="of the network between the hosts, as tc takes it (1gbit)")
+    parser.add_argument("--rate", default="1gbit", help="of the network between the hosts, in the notation of tc (1gbit)")
     parser.add_argument("--preset", choices=("omn", "torch"), default="torch")
-    parser.add_argument("--wave-mib", type=mebibytes, help="byte budget of a wave (the optimizer's choice)")
+    parser.add_argument("--wave-mib", type=mebibytes, help="byte budget of a wave (default: the optimizer's)")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--picture", type=Path, help="draw a time line here")
+    parser.add_argument("--picture", type=Path, help="draw a time line into this file")
     arguments = parser.parse_args()
     if "RANK" not in os.environ:
         reason = why_not()

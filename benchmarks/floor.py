@@ -1,11 +1,11 @@
-"""The least possible time of an optimizer step, from rates measured on this machine in the same run.
+"""A lower bound of an optimizer step's time, from parts measured on this machine in the same run.
 
-Three terms, added on CPU ranks, which compute and communicate on the same cores:
+It is the sum of three terms, because CPU ranks compute and communicate on the same cores:
 
-- the matrix products of the slowest rank, run alone with all ranks busy, for each shape in the faster of one batched call and
-  calls one by one;
-- one read and one write of each byte of state (parameter and momentum shards) at the rate of a copy with all ranks busy;
-- the all-to-alls of the plan, with its own buffers, run alone.
+- the matrix products of the slowest rank, alone, with all ranks busy. For each shape the faster of
+  one batched call and calls one by one counts;
+- one read and one write of all parameter and momentum shards, as a copy with all ranks busy;
+- the all-to-alls of the plan, alone, on buffers of their own.
 
     python benchmarks/floor.py --ranks 2 [--preset torch] [--json]
 """
@@ -30,7 +30,7 @@ NUM_ROUNDS = 5
 
 
 class Floor:
-    """The work of a floor, ready to be timed. Collective."""
+    """The three parts of the bound, ready to be timed. Collective."""
 
     def __init__(self, preset: str, matrices: Mapping[str, tuple[int, int]] = MATRICES) -> None:
         world_size, rank = dist.get_world_size(), dist.get_rank()
@@ -49,16 +49,16 @@ class Floor:
         self._target = torch.empty_like(self._source)
         routes = [wave_route(plan, rank, wave) for wave in plan.waves] if world_size > 1 else []
         self._transport = AllToAll(plan, routes, dist.group.WORLD) if routes else None  # type: ignore[arg-type]
-        self._sides = [
+        self._buffers = [
             [
-                torch.zeros(side.num_bytes, dtype=torch.uint8)
-                for side in (route.gather.sent, route.gather.received, route.scatter.sent, route.scatter.received)
+                torch.zeros(layout.num_bytes, dtype=torch.uint8)
+                for layout in (route.gather.sent, route.gather.received, route.scatter.sent, route.scatter.received)
             ]
             for route in routes
         ]
 
     def seconds(self) -> dict[str, float]:
-        """The terms and their sum, each run once; of the slowest rank. Collective."""
+        """Seconds of the terms on the slowest rank, each run once, and their sum. Collective."""
 
         def products() -> None:
             for run in self._products:
@@ -75,13 +75,13 @@ class Floor:
     def _all_to_alls(self) -> None:
         if self._transport is None:
             return
-        for number, (out, back, sent, received) in enumerate(self._sides):
+        for number, (out, back, sent, received) in enumerate(self._buffers):
             self._transport.gather(number, out, back).wait()
             self._transport.scatter(number, sent, received).wait()
 
 
 def floor_seconds(preset: str, matrices: Mapping[str, tuple[int, int]] = MATRICES) -> dict[str, float]:
-    """The terms of the floor of ``matrices`` and their sum: medians of ``NUM_ROUNDS``. Collective."""
+    """Medians over ``NUM_ROUNDS`` of the terms for ``matrices`` and of their sum. Collective."""
     floor = Floor(preset, matrices)
     rounds = [floor.seconds() for _ in range(NUM_ROUNDS)]
     return {name: statistics.median(terms[name] for terms in rounds) for name in rounds[0]}

@@ -1,27 +1,34 @@
 """Load balance of owners over numbers of ranks, and predicted against measured steps.
 
-    python benchmarks/load_balance.py study --out results/          all models, strategies and powers of two: JSON, table, pictures
-    python benchmarks/load_balance.py measure --ranks 2,4,8          gloo ranks on this machine: measured beside predicted
-    torchrun --nproc-per-node 8 benchmarks/load_balance.py calibrate --out node.json     for omn-dist plan --device node.json
+All models and strategies on powers of two, as JSON, a table, and pictures in docs/results/pictures:
 
-Every JSON holds the environment. Measured times are medians over steps of the slowest rank, with the spread of the quartiles.
+    python benchmarks/load_balance.py study --out docs/results
+
+Measured and predicted steps of gloo ranks on this machine:
+
+    python benchmarks/load_balance.py measure --ranks 2,4,8
+
+A calibration of this machine, for omn-dist plan --device node.json:
+
+    torchrun --nproc-per-node 8 benchmarks/load_balance.py calibrate --out node.json
+
+JSON files contain the environment. Measured times are those of the slowest rank: medians over
+steps, with quartiles.
 """
 
 import argparse
 import itertools
 import json
 import os
-import platform
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+from common import environment, on_ranks, slowest
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -36,24 +43,12 @@ from omn_dist.studies.charts import charts
 from omn_dist.studies.models import MODELS, load_model
 from omn_dist.studies.study import Setting, study
 
-# (name, width, inner width, layers): small enough for gloo ranks that share two cores.
+# (name, width, inner width, layers), small enough for gloo ranks that share two cores.
 MEASURED = (("width 256, 6 layers", 256, 688, 6), ("width 384, 4 layers", 384, 1024, 4))
 
 
-def environment() -> dict[str, Any]:
-    """What numbers depend on."""
-    return {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "threads_per_rank": torch.get_num_threads(),
-        "load_average": os.getloadavg()[0],
-    }
-
-
 def run_study(out: Path) -> None:
-    """Every model at the powers of two up to twice its granularity limit: all strategies."""
+    """Plan all models with all strategies, on powers of two while a rank has 2 matrices or more."""
     device = DEVICES["h100"]
     setting = Setting(device=device, topology=device.topology)
     rows = []
@@ -62,11 +57,12 @@ def run_study(out: Path) -> None:
         limit = len(model.matrices) // 4
         ranks = [2**power for power in range(1, 13) if 2**power <= min(max(2 * limit, 2), 4096)]
         start = time.perf_counter()
-        # Strategies that scan all ranks for each matrix take long for tens of thousands of matrices; these come by default only.
+        # Some strategies scan all ranks for each matrix, too slow for thousands of matrices.
         found = study([model], ranks, STRATEGIES if len(model.matrices) < 1000 else ["flops"], setting)
         print(f"{name}: {len(found)} plans in {time.perf_counter() - start:.1f} s", file=sys.stderr)
         rows += found
-    out.mkdir(parents=True, exist_ok=True)
+    pictures = out / "pictures"
+    pictures.mkdir(parents=True, exist_ok=True)
     table = ["| model | ranks | strategy | max/mean | bound | gap | by waves | waves |", "|---|---|---|---|---|---|---|---|"]
     for row in rows:
         cell = row.as_json()
@@ -78,14 +74,14 @@ def run_study(out: Path) -> None:
     content = {"environment": environment(), "rows": [row.as_json() for row in rows]}
     (out / "load_balance.json").write_text(json.dumps(content, indent=1) + "\n")
     whole = charts([row for row in rows if row.strategy == "flops"])
-    (out / "imbalance-all.png").write_bytes(whole["imbalance"])
+    (pictures / "imbalance-all.png").write_bytes(whole["imbalance"])
     for name, picture in charts([row for row in rows if row.model.name == "omn1"]).items():
-        (out / f"{name}.png").write_bytes(picture)
+        (pictures / f"{name}.png").write_bytes(picture)
     print("\n".join(table))
 
 
 class Blocks(nn.Module):
-    """The projections of a few blocks: gradients are made up, so no forward is needed."""
+    """The projections of a few blocks; gradients are made up, so forward is not needed."""
 
     def __init__(self, width: int, inner: int, num_layers: int) -> None:
         super().__init__()
@@ -104,10 +100,9 @@ class Blocks(nn.Module):
         )
 
 
-def measure_ranks(rank: int, world_size: int, store: str, out: str, ns_steps: int) -> None:
-    """One gloo rank: calibrate, step, calibrate, predict."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+def measure(num_steps: int) -> list[dict[str, Any]]:
+    """Measured and predicted steps of each model. Collective."""
+    world_size = dist.get_world_size()
     results = []
     for name, width, inner, num_layers in MEASURED:
         model = Blocks(width, inner, num_layers)
@@ -126,15 +121,13 @@ def measure_ranks(rank: int, world_size: int, store: str, out: str, ns_steps: in
         for _ in range(2):
             # The first steps allocate.
             optimizer.step()
-        # A calibration before and after every step: the machine may be busy with other things, and not always alike.
+        # A calibration before and after each step, because other load on the machine changes.
         measured, predictions = [], [predict()]
-        for _ in range(ns_steps):
+        for _ in range(num_steps):
             dist.barrier()
             start = time.perf_counter()
             optimizer.step()
-            slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-            measured.append(float(slowest))
+            measured.append(slowest(time.perf_counter() - start))
             predictions.append(predict())
         predicted = [statistics.mean(pair) for pair in itertools.pairwise(predictions)]
         errors = sorted(of_step / seconds - 1 for of_step, seconds in zip(predicted, measured, strict=True))
@@ -150,21 +143,15 @@ def measure_ranks(rank: int, world_size: int, store: str, out: str, ns_steps: in
                 "error_quartiles": [quartiles[0], quartiles[2]],
             }
         )
-    if rank == 0:
-        Path(out).write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+    return results
 
 
-def run_measure(ranks: list[int], ns_steps: int, out: Path | None) -> None:
-    """Measured beside predicted, for each number of ranks."""
+def run_measure(ranks: list[int], num_steps: int, out: Path | None) -> None:
+    """Print measured and predicted steps for each number of ranks."""
     results: list[dict[str, Any]] = []
     print("| model | ranks | measured ms | predicted ms | error, median over steps (quartiles) |\n|---|---|---|---|---|")
     for world_size in ranks:
-        with tempfile.TemporaryDirectory() as folder:
-            arguments = (world_size, f"{folder}/store", f"{folder}/result", ns_steps)
-            multiprocessing.spawn(measure_ranks, args=arguments, nprocs=world_size)  # type: ignore[no-untyped-call]
-            found = json.loads(Path(f"{folder}/result").read_text())
+        found = on_ranks(world_size, measure, num_steps)
         results += found
         for result in found:
             low, high = result["error_quartiles"]
@@ -178,7 +165,7 @@ def run_measure(ranks: list[int], ns_steps: int, out: Path | None) -> None:
 
 
 def run_calibrate(out: Path) -> None:
-    """One device, or all ranks of torchrun at the same time."""
+    """Calibrate one device, or those of all ranks of torchrun at the same time."""
     if "RANK" in os.environ:
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     index = int(os.environ.get("LOCAL_RANK", "0"))

@@ -1,22 +1,24 @@
-"""Temporary memory of an optimizer step on each rank, as the kernel counts it, next to what the plan promises.
+"""Temporary memory of an optimizer step on each rank: what the Linux kernel counts, and the plan.
 
-Every row is a fresh group of gloo ranks. Before anything is counted, a step of an optimizer of as many layers as ranks loads the
-code that is loaded at first use (of fewer layers some ranks would own no matrix of some shape), and torch's flight recorder is
-filled: it keeps the last 2000 collectives of a process, whoever makes them, at 1 to 2 KB each. Then, with parameters and gradients
-in place and free heap returned, an optimizer is built and makes two steps; in the second
+Each row comes from a new group of gloo ranks. Two things happen before anything is counted. A step
+with as many layers as ranks loads all code that is loaded at first use; with fewer layers some
+ranks would own no matrix of some shape. And torch's flight recorder is filled: it keeps the last
+2000 collectives of a process, at 1 to 2 KB each. Then parameters and gradients are made, free heap
+is returned, and an optimizer is built and makes two steps. The second step gives:
 
-- *measured* is the largest resident set (``VmHWM``, reset through ``/proc/self/clear_refs``), less the resident set before the
-  optimizer was built, less the bytes of its state. So it is slots, stack and whatever else the optimizer, torch and gloo take:
-  scratch of the products, objects of the plan;
-- *in a step* is the largest resident set less that before the step: what comes and goes;
-- *free heap* is the part of *measured* that goes when free heap is returned after the step (``malloc_trim``): pages in which
-  malloc has had temporaries of torch and oneDNN, each size in a hole of its own, and which it keeps for the next caller;
-- *slots* is ``Pipeline.temporary_bytes``, *plan* is ``Plan.temporary_bytes``;
-- *products* is the working memory of Newton-Schulz and of directions, which stays from step to step too.
+- *measured*: the largest resident set (``VmHWM``, reset through ``/proc/self/clear_refs``), minus
+  the resident set before the optimizer was built, minus its state. It contains slots, stack, the
+  scratch of the products, the plan, and what torch and gloo allocate;
+- *in a step*: the largest resident set minus the resident set before the step;
+- *free heap*: the part of *measured* that ``malloc_trim`` returns after the step. malloc keeps such
+  pages, which held temporaries of torch and oneDNN, for later allocations;
+- *slots*: ``Pipeline.temporary_bytes``; *plan*: ``Plan.temporary_bytes``;
+- *products*: the working memory of Newton-Schulz and of directions, which is kept between steps.
 
-Megabytes (10^6) of the rank that needs most. The kernel's counts are good to about 0.3.
+All in MB (10^6 bytes), of the rank that needs most. The kernel's counts are exact to about 0.3 MB.
 
-    python benchmarks/memory.py [--layers 4,8,16,64] [--ranks 2,4] [--wave-mib 4] [--preset torch] [--json]
+    python benchmarks/memory.py [--layers 4,8,16,64] [--ranks 2,4] [--wave-mib 4]
+        [--preset torch] [--json]
 """
 
 import argparse
@@ -33,12 +35,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from omn_dist import DualOptimizer
 
-# Of torch's flight recorder, unless TORCH_FR_BUFFER_SIZE says otherwise.
+# What torch's flight recorder keeps, unless TORCH_FR_BUFFER_SIZE is set.
 _RECORDED_COLLECTIVES = 2000
 
 
 def measure(num_layers: int, preset: str, wave_bytes: int | None) -> dict[str, Any]:
-    """A row of the table. Collective."""
+    """One row of the table. Collective."""
     DualOptimizer(_groups(dist.get_world_size()), preset=preset, wave_bytes=wave_bytes).step()
     for _ in range(_RECORDED_COLLECTIVES):
         dist.all_reduce(torch.zeros(()))
@@ -60,7 +62,7 @@ def measure(num_layers: int, preset: str, wave_bytes: int | None) -> dict[str, A
         "free_heap_mb": free,
         "slots_mb": domain.pipeline.temporary_bytes,
         "plan_mb": domain.plan.temporary_bytes,
-        "products_mb": domain.scratch.num_bytes,
+        "products_mb": optimizer._tools.scratch.num_bytes,
     }
     return {
         "name": f"{num_layers} layers, {dist.get_world_size()} ranks",
@@ -70,7 +72,7 @@ def measure(num_layers: int, preset: str, wave_bytes: int | None) -> dict[str, A
 
 
 def _groups(num_layers: int) -> list[dict[str, Any]]:
-    """Parameters that have a gradient."""
+    """A group of sharded parameters with gradients."""
     matrices, mesh = layers(num_layers), init_device_mesh("cpu", (dist.get_world_size(),))
     parameters = [sharded(shape, mesh) for shape in matrices.values()]
     for parameter in parameters:
@@ -79,7 +81,7 @@ def _groups(num_layers: int) -> list[dict[str, Any]]:
 
 
 def _without_free_heap() -> int:
-    """The resident set, once free heap has been returned."""
+    """Return free heap to the system; the bytes of the resident set after that."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     return _kernel_bytes("VmRSS")
@@ -101,7 +103,7 @@ def main() -> None:
     parser.add_argument("--layers", type=_numbers, default=[4, 8, 16, 64])
     parser.add_argument("--ranks", type=_numbers, default=[2, 4])
     parser.add_argument("--preset", choices=("omn", "torch"), default="torch")
-    parser.add_argument("--wave-mib", type=mebibytes, help="byte budget of a wave (the optimizer's choice)")
+    parser.add_argument("--wave-mib", type=mebibytes, help="byte budget of a wave (default: the optimizer's)")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     options = (arguments.preset, arguments.wave_mib)

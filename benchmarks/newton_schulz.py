@@ -1,12 +1,14 @@
-"""Time and error of Newton-Schulz: forms x dtypes x shapes x one matrix after the other or all in one batched call.
+"""Time and error of Newton-Schulz by form, dtype and shape, batched and one matrix at a time.
 
-Gaussian matrices, one thread on a CPU. All ways of one shape are interleaved; a row is the time of one matrix, and *of standard* is
-that over the standard form in the same dtype, one by one, in the same round. Errors are relative to the schedule's polynomial of
-the singular values in fp64. The optimizer refuses the Gram form in bfloat16, for errors that gaussian matrices do not show, and
-runs the symmetric form only on shapes where it pays; here every form runs on every shape (docs/algorithms.md).
+The matrices are gaussian; a CPU uses one thread. All variants of a shape are interleaved. A row is
+the time of one matrix; *of standard* divides it by the standard form in the same dtype, one by one,
+in the same round. Errors are relative to the schedule's polynomial of the singular values in fp64.
+The optimizer refuses the Gram form in bfloat16, because of errors that gaussian matrices do not
+show (docs/algorithms.md). This benchmark runs every form in both dtypes; the standard form runs by
+the kernels that an optimizer would choose.
 
-    python benchmarks/newton_schulz.py --shapes 256x256,256x512 [--forms standard,symmetric] [--schedule quintic] [--batch 4]
-        [--device cuda] [--json]
+    python benchmarks/newton_schulz.py --shapes 256x256,256x512 [--forms standard,gram]
+        [--schedule quintic] [--batch 4] [--device cuda] [--json]
 """
 
 import argparse
@@ -21,16 +23,19 @@ from common import quartiles, show, summary
 from torch import Tensor
 
 from omn_dist.algorithms.coefficients import SCHEDULES, Schedule
-from omn_dist.algorithms.iteration import gram_flops, gram_form, standard_flops, standard_form, symmetric_flops
+from omn_dist.algorithms.iteration import gram_flops, gram_form, standard_flops
+from omn_dist.algorithms.scratch import Scratch
+from omn_dist.kernels import choose_kernels
 
-FORMS = {
-    "standard": (standard_form, standard_flops),
-    "symmetric": (partial(standard_form, symmetric=True), symmetric_flops),
-    "gram": (gram_form, gram_flops),
-}
+
+def _standard_form(iterate: Tensor, schedule: Schedule) -> Tensor:
+    return choose_kernels().newton_schulz(iterate, schedule, Scratch())
+
+
+FORMS = {"standard": (_standard_form, standard_flops), "gram": (gram_form, gram_flops)}
 DTYPES = (torch.float32, torch.bfloat16)
-Way = tuple[str, torch.dtype, bool]
-"""Form, dtype, and whether all matrices go in one call."""
+Variant = tuple[str, torch.dtype, bool]
+"""Form, dtype, and whether one call takes all matrices."""
 
 
 def measure(
@@ -41,22 +46,27 @@ def measure(
     stack = (stack / torch.linalg.vector_norm(stack, dim=(1, 2), keepdim=True)).to(device)
     left, values, right = torch.linalg.svd(stack.double().cpu(), full_matrices=False)
     exact = (left * torch.from_numpy(schedule.mapped(values.numpy())).unsqueeze(1)) @ right
-    ways: dict[Way, Callable[[], Any]] = {}
-    # What is compared is measured close together, since the rate of a machine changes within seconds.
+    if device == "cpu":
+        choose_kernels().warm_up([(short, long)], torch.bfloat16)
+    variants: dict[Variant, Callable[[], Any]] = {}
+    # Compared variants run close together, because a machine's rate changes within seconds.
     for dtype, batched, form in itertools.product(DTYPES, (False, True), forms):
         function, _ = FORMS[form]
         given = stack.to(dtype)
         all_at_once, each = partial(function, given, schedule), partial(_one_by_one, function, given, schedule)
-        ways[form, dtype, batched] = all_at_once if batched else each
-    errors = {way: float((torch.stack(list(call())).double().cpu() - exact).norm() / exact.norm()) for way, call in ways.items()}
-    times: dict[Way, list[float]] = {way: [] for way in ways}
+        variants[form, dtype, batched] = all_at_once if batched else each
+    errors = {
+        variant: float((torch.stack(list(call())).double().cpu() - exact).norm() / exact.norm())
+        for variant, call in variants.items()
+    }
+    times: dict[Variant, list[float]] = {variant: [] for variant in variants}
     for _ in range(num_rounds):
-        for way, call in ways.items():
-            times[way].append(_seconds(call, device) / batch)
+        for variant, call in variants.items():
+            times[variant].append(_seconds(call, device) / batch)
     rows = []
     for (form, dtype, batched), seconds in times.items():
         standard = times["standard", dtype, False]
-        low, middle, high = quartiles([of_way / base for of_way, base in zip(seconds, standard, strict=True)])
+        low, middle, high = quartiles([of_variant / base for of_variant, base in zip(seconds, standard, strict=True)])
         rows.append(
             {
                 "name": f"{form}, {str(dtype).removeprefix('torch.')}, {'batched' if batched else 'one by one'}",
@@ -77,7 +87,10 @@ def _one_by_one(form: Callable[[Tensor, Schedule], Tensor], stack: Tensor, sched
 
 
 def _seconds(call: Callable[[], object], device: str) -> float:
-    """Of one call; on a CPU those of the process, which other processes on the machine disturb less."""
+    """Seconds of one call.
+
+    On a CPU this is process time, which other processes disturb less than wall time.
+    """
     clock = time.perf_counter if device == "cuda" else time.process_time
     if device == "cuda":
         torch.cuda.synchronize()
@@ -94,7 +107,7 @@ def _shapes(text: str) -> list[tuple[int, int]]:
 
 
 def _forms(text: str) -> list[str]:
-    """``symmetric``, or several with commas; the standard form comes first, since others are compared with it."""
+    """Form names with commas between them; the standard form comes first, as the reference."""
     names = text.split(",")
     if unknown := set(names) - FORMS.keys():
         raise argparse.ArgumentTypeError(f"found {sorted(unknown)}, expected some of {list(FORMS)}")
@@ -105,7 +118,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", type=_shapes, default=_shapes("256x256,256x320,256x384,256x512,256x768,256x1024,256x2048"))
-    parser.add_argument("--forms", type=_forms, default=list(FORMS), help="beside the standard form")
+    parser.add_argument("--forms", type=_forms, default=list(FORMS), help="forms to compare with the standard form (all)")
     parser.add_argument("--schedule", choices=list(SCHEDULES), default="quintic")
     parser.add_argument("--batch", type=int, default=4, help="matrices of one shape")
     parser.add_argument("--device", default="cpu")

@@ -1,6 +1,8 @@
-"""Attention logits of a small model in training, without and with QK-Clip: prints JSON, and draws a figure with --figure.
+"""Attention logits of a small model in training, without and with QK-Clip.
 
-python benchmarks/qk_clip.py --figure docs/figures/qk_clip.png
+It prints JSON; --figure also draws a picture.
+
+    python benchmarks/qk_clip.py --figure docs/results/pictures/qk_clip.png
 """
 
 import argparse
@@ -17,14 +19,14 @@ WIDTH, NUM_HEADS, VOCABULARY, LENGTH = 64, 4, 32, 48
 
 
 class Attention(nn.Module):
-    """Causal attention without normalised queries and keys, residual."""
+    """Residual causal attention without normalisation of queries and keys."""
 
     def __init__(self) -> None:
         super().__init__()
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
 
     def heads(self, x: Tensor) -> list[Tensor]:
-        """Queries, keys and values, ``[sequences, heads, positions, head width]`` each."""
+        """Queries, keys and values, each (sequences, heads, positions, head width)."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
         return [project(x).unflatten(-1, (NUM_HEADS, -1)).transpose(1, 2) for project in projections]
 
@@ -35,7 +37,7 @@ class Attention(nn.Module):
 
 
 class Model(nn.Module):
-    """Two layers of attention over tokens and positions."""
+    """Two layers of attention over token and position embeddings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,13 +54,13 @@ class Model(nn.Module):
 
 
 def batch(generator: torch.Generator) -> Tensor:
-    """Sequences whose second half repeats the first, so that attention has something to find."""
+    """Sequences whose second half repeats the first, so attention can predict it."""
     first = torch.randint(VOCABULARY, (16, LENGTH // 2), generator=generator)
     return torch.cat((first, first), dim=1)
 
 
 def train(threshold: float, num_steps: int, lr: float) -> dict[str, list[float]]:
-    """Losses, and the largest logit of any head at each step; a huge threshold never clips."""
+    """The loss and the largest logit of any head at each step; a huge threshold never clips."""
     torch.manual_seed(0)
     model, clip = Model(), QKClip(threshold=threshold)
     for index, layer in enumerate(model.layers):
@@ -87,8 +89,8 @@ def train(threshold: float, num_steps: int, lr: float) -> dict[str, list[float]]
 
 
 def main() -> None:
-    """Both runs, and the figure if one is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Run both, print JSON, and draw the figure if asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threshold", type=float, default=30.0, help="tau (30)")
     parser.add_argument("--steps", type=int, default=300, help="steps of each run (300)")
     parser.add_argument("--lr", type=float, default=0.05, help="learning rate of the matrices (0.05)")

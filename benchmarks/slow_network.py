@@ -1,6 +1,7 @@
-"""Two hosts on one kernel, joined by a cable of a given rate: network namespaces of their own, one end of a veth pair in each.
+"""Two hosts on one machine with a network of a given rate between them.
 
-Namespaces, cable and limits go away with the processes that live in them, however those end.
+Each host is a network namespace; the ends of a veth pair connect them. The kernel removes
+namespaces, veth pair and rate limits when their processes end, in whatever way.
 """
 
 import os
@@ -14,7 +15,7 @@ ADDRESSES = ("10.213.9.1", "10.213.9.2")
 
 
 def why_not() -> str | None:
-    """Why hosts cannot be made here, or ``None``."""
+    """The reason why this machine cannot make such hosts, or ``None``."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [program for program in ("ip", "tc", "unshare", "nsenter", "setpriv") if shutil.which(program) is None]
@@ -27,11 +28,15 @@ def why_not() -> str | None:
 
 @contextmanager
 def two_hosts(rate: str) -> Iterator[Sequence[Sequence[str]]]:
-    """For each host the start of a command that runs there; what it runs dies with the process that started it."""
+    """For each host, the command prefix that runs a program there.
+
+    A program ends with the process that started it.
+    """
     with ExitStack() as stack:
         numbers = []
         for _ in ADDRESSES:
-            # It ends when its input is closed: with this process at the latest. Its answer says that the namespace is there.
+            # It prints a line once the namespace exists, and ends when its input is closed, at the
+            # latest when this process ends.
             holder = subprocess.Popen(
                 ["unshare", "--net", "sh", "-c", "echo; exec cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
             )
@@ -49,5 +54,5 @@ def two_hosts(rate: str) -> Iterator[Sequence[Sequence[str]]]:
 
 
 def _limit(rate: str) -> str:
-    """Token bucket: what the interface sends keeps to ``rate``; what would wait longer than the latency is dropped."""
+    """A token bucket that limits sending to ``rate`` and drops packets that would wait > 50 ms."""
     return f"tc qdisc add dev {INTERFACE} root tbf rate {rate} burst 256kb latency 50ms"

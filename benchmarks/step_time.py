@@ -1,11 +1,12 @@
-"""Time of one optimizer step: this system and others, same matrices, same ranks, interleaved in one run.
+"""Time of one optimizer step here and in other libraries: same matrices and ranks, interleaved.
 
     python benchmarks/step_time.py --ranks 2 [--rounds 7] [--json] [--only omn_dist]
 
-Others are compared where they are installed (``pip install -e .[benchmarks]``). ``times_floor`` is the median over rounds of
-a step's time over the mean of the floors right before and after it (see floor.py); a step without products counts as the median of
-five. ``same_update`` says whether a contender computes Muon's update with five standard bf16 steps on whole matrices; others are
-marked, since their time is that of another job.
+Other libraries are included if they are installed (``pip install -e .[benchmarks]``).
+``times_floor`` divides a step's time by the mean of the lower bounds measured before and after it
+(see floor.py), as the median over rounds. In each round an optimizer without products makes five
+steps, and their median counts. ``same_update`` says whether an optimizer computes Muon's update
+with five standard bf16 steps on whole matrices; the time of others is that of different work.
 """
 
 import argparse
@@ -17,24 +18,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import MATRICES, on_ranks, show, slowest, summary
+from common import MATRICES, on_ranks, sharded, show, slowest, summary
 from floor import Floor
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import init_device_mesh
 
 from omn_dist import DualOptimizer
 
 _SHORT_STEPS = 5
-"""Of an optimizer without products, in each round, of which the median counts: one of some milliseconds is at the mercy of the
-machine."""
+"""Steps a round of an optimizer without products: a single one of some milliseconds varies much."""
 
 Optimizers = dict[str, tuple[Callable[[list[nn.Parameter]], torch.optim.Optimizer], bool]]
-"""Name to how it is built, and whether it computes the same update."""
+"""By name: how to build it, and whether it computes the same update."""
 
 
 def contenders() -> Optimizers:
-    """Everything that is installed."""
+    """All optimizers that are installed."""
     names = list(MATRICES)
 
     def ours(algorithm: str = "muon", **options: Any) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
@@ -54,7 +53,7 @@ def contenders() -> Optimizers:
         import muon_fsdp2
 
         found["muon-fsdp2"] = (lambda parameters: muon_fsdp2.Muon([{"params": parameters, "use_muon": True}]), True)
-    # Its orthogonalisation is a Triton kernel.
+    # muonium orthogonalises with a Triton kernel.
     if importlib.util.find_spec("muonium") and torch.cuda.is_available():
         import muonium
 
@@ -71,7 +70,7 @@ def measure(only: list[str], num_rounds: int) -> list[dict[str, Any]]:
     running = {}
     for name, (build, same_update) in contenders().items():
         if not only or name in only:
-            parameters = [_sharded(shape, mesh) for shape in MATRICES.values()]
+            parameters = [sharded(shape, mesh) for shape in MATRICES.values()]
             running[name] = (parameters, build(parameters), same_update)
     floor = Floor("torch")
     floors: list[float] = []
@@ -82,7 +81,7 @@ def measure(only: list[str], num_rounds: int) -> list[dict[str, Any]]:
             for parameter in parameters:
                 parameter.grad = torch.full_like(parameter, 0.01 * (1 + number))
                 parameter.grad.to_local().add_(parameter.detach().to_local())
-            # Rates of a shared machine change from second to second: each step is compared with the floors around it.
+            # The rate of a shared machine changes within seconds, so each step has its own bounds.
             before = floor.seconds()["floor"]
             seconds = statistics.median(_one_step(optimizer) for _ in range(1 if same_update else _SHORT_STEPS))
             least = (before + floor.seconds()["floor"]) / 2
@@ -111,18 +110,12 @@ def _one_step(optimizer: torch.optim.Optimizer) -> float:
     return slowest(time.perf_counter() - start)
 
 
-def _sharded(shape: tuple[int, int], mesh: DeviceMesh) -> nn.Parameter:
-    generator = torch.Generator().manual_seed(shape[0])
-    local = torch.randn(shape, generator=generator).mul_(0.02).chunk(mesh.size())[mesh.get_local_rank()].clone()
-    return nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)))
-
-
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", action="append", default=[], help="a contender's name; may be repeated")
+    parser.add_argument("--only", action="append", default=[], help="name of an optimizer to measure; may be repeated (all)")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     show(on_ranks(arguments.ranks, measure, arguments.only, arguments.rounds), arguments.json)
