@@ -11,10 +11,7 @@ import socket
 import time
 from typing import Any
 
-from torch.distributed import (
-    DistError,
-    TCPStore,  # type: ignore[attr-defined]  # public, but not in its stubs
-)
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # not in its stubs
 
 from omn_dist.launch.network import is_free
 from omn_dist.settings import SettingsError

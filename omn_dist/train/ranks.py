@@ -13,7 +13,7 @@ from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in its stubs
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in its stubs
 
 from omn_dist.settings import SettingsError
 
