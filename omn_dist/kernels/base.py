@@ -22,6 +22,7 @@ class Kernels(IterationKernels):
     """
 
     name = "torch"
+    """For messages."""
     fuses_adamw = False
     """Whether AdamW makes few passes over a CPU shard, not one for each of torch's operations."""
 

@@ -187,7 +187,7 @@ def test_what_the_kernels_do_not_take(kernels: CpuKernels) -> None:
         tensor.untyped_storage().resize_(4 * 23)
         return tensor
 
-    same = good()
+    same, square = good(), narrow()[:, :4].contiguous()
     assert _directed(elementwise, good(), good(), narrow())
     assert elementwise.add_update(good(), narrow(), 1.0, 0.1)
     for gradient, momentum, out in (
@@ -225,6 +225,7 @@ def test_what_the_kernels_do_not_take(kernels: CpuKernels) -> None:
         (narrow().T, narrow()),
         (narrow().T.contiguous().half(), narrow()),
         (narrow().T.contiguous()[None], narrow()[None]),
+        (square, square),
     ):
         assert not elementwise.transpose(target, source)
     # All of them arrive all the same.

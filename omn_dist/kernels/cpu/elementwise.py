@@ -76,7 +76,7 @@ class Elementwise:
         if target.dtype != source.dtype or target.dtype.itemsize != 2 or target.shape[::-1] != source.shape:
             return False
         source_place, target_place = row_places(source), row_places(target)
-        if source_place is None or target_place is None:
+        if source_place is None or target_place is None or (target.numel() and source_place[0] == target_place[0]):
             return False
         self._library.transpose(*source.shape, *source_place, *target_place)
         increment_version(target)
