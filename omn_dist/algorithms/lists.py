@@ -8,7 +8,7 @@ torch has no other name for them.) On a CPU the traffic to memory counts. So eac
 through the whole formula while it is in the cache.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -26,7 +26,7 @@ def uses_multi_tensor(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def batches(regions: Iterable[tuple[Settings, Sequence[Tensor]]]) -> Iterator[tuple[Settings, list[list[Tensor]]]]:
+def batches(regions: Sequence[tuple[Settings, Sequence[Tensor]]]) -> Iterator[tuple[Settings, list[list[Tensor]]]]:
     """Group regions that one call may take, as one list for each of their tensors.
 
     torch takes lists in one launch when each list has one dtype and all tensors are dense. So
@@ -36,6 +36,11 @@ def batches(regions: Iterable[tuple[Settings, Sequence[Tensor]]]) -> Iterator[tu
     Args:
         regions: settings and tensors of each region.
     """
+    if len(regions) == 1:
+        # On a CPU, where every region goes alone, the key would cost more than the call.
+        ((settings, tensors),) = regions
+        yield settings, [[tensor] for tensor in tensors]
+        return
     found: dict[Hashable, tuple[Settings, list[Sequence[Tensor]]]] = {}
     for settings, tensors in regions:
         key = settings, all(tensor.is_contiguous() for tensor in tensors), *(tensor.dtype for tensor in tensors)

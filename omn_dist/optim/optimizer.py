@@ -248,6 +248,7 @@ class DualOptimizer(torch.optim.Optimizer):
             run_local()
         for number, domain in enumerate(domains):
             domain.pipeline.run(domain.step, run_local if number == 0 else lambda: None)
+            domain.step.end()
         self._check_any_gradient(gradients)
 
     def _check_any_gradient(self, gradients: Mapping[Tensor, Tensor | None]) -> None:

@@ -70,13 +70,14 @@ class MatrixShard:
         """The half-precision parameter that follows its master."""
         self.elements: dict[str, Tensor] = {}
         self.rows: dict[str, RowState] = {}
+        self._extents = dict(self.rule.state(group))
         self._seen: list[tuple[Any, ...]] = []
 
     def begin(self, state: Mapping[str, Any], gradient: Tensor | None, settings: Any) -> None:
         """Take up a step; with new views where memory was exchanged."""
         self.settings = settings
         self.gradient = None if gradient is None else as_matrix(gradient, read_only=True)
-        kept = {key: state[key] for key, _ in self.rule.state(self.group)}
+        kept = {key: state[key] for key in self._extents}
         master = state.get(MASTER)
         tensors = [local_tensor(tensor) for tensor in (self.parameter, *kept.values())]
         tensors += [] if master is None else [local_tensor(master)]
@@ -89,9 +90,9 @@ class MatrixShard:
         local = as_matrix(local_tensor(self.parameter).detach())
         self.stepped = local if master is None else as_matrix(local_tensor(master))
         self.rounded = None if master is None else local
-        extents = dict(self.rule.state(self.group))
-        self.elements = {key: as_matrix(local_tensor(kept[key])) for key in kept if extents[key] == "elements"}
-        self.rows = {key: row_state(kept[key], self.parameter, self.group) for key in kept if extents[key] == "rows"}
+        by_extent = {extent: [key for key in kept if self._extents[key] == extent] for extent in ("elements", "rows")}
+        self.elements = {key: as_matrix(local_tensor(kept[key])) for key in by_extent["elements"]}
+        self.rows = {key: row_state(kept[key], self.parameter, self.group) for key in by_extent["rows"]}
         self.version += 1
 
 

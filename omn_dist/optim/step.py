@@ -50,14 +50,20 @@ class MatrixStep(MatrixWork):
             ValueError: a group was changed to what the team of one of its matrices cannot do.
         """
         settings: dict[int, Any] = {}
-        for name, (_, group) in self._members.items():
+        for name, (parameter, group) in self._members.items():
             if id(group) not in settings:
                 settings[id(group)] = self._shards[name].rule.settings(group)
-            self._begin(name, gradients.get(self._members[name][0]), settings[id(group)])
+            self._begin(name, gradients.get(parameter), settings[id(group)])
         for matrix in self._plan.matrices:
             if matrix.slice is not None:
                 _check_team(matrix, self._members[matrix.parameter_name][1])
         self._presences = []
+        self._together = any(lists.uses_multi_tensor(shard.stepped.device) for shard in self._shards.values())
+
+    def end(self) -> None:
+        """Let go of the gradients, which would stay in memory until the next step."""
+        for shard in self._shards.values():
+            shard.gradient = None
 
     def set_gradient(self, name: str, gradient: Tensor) -> None:
         """Take up a gradient that arrived after :meth:`begin`."""
@@ -66,7 +72,6 @@ class MatrixStep(MatrixWork):
     def _begin(self, name: str, gradient: Tensor | None, settings: Any) -> None:
         shard = self._shards[name]
         shard.begin(self._states[shard.parameter], gradient, settings)
-        self._together = lists.uses_multi_tensor(shard.stepped.device)
 
     def saw_gradient(self) -> bool:
         """Whether another rank reported a gradient for a shard that has none here.
@@ -140,8 +145,10 @@ class MatrixStep(MatrixWork):
         late: Sequence[bool],
     ) -> None:
         uncertain = [(region, flag) for region, flag in zip(regions, present, strict=True) if flag is not None]
-        changed = [((), (tensor, flag)) for region, flag in uncertain for tensor in (region.parameter, *region.state.values())]
-        before = [(tensors, flags, in_a_row(tensors)) for _, (tensors, flags) in batches(changed)]
+        before = []
+        if uncertain:
+            changed = [((), (tensor, flag)) for region, flag in uncertain for tensor in (region.parameter, *region.state.values())]
+            before = [(tensors, flags, in_a_row(tensors)) for _, (tensors, flags) in batches(changed)]
         uncommitted = [region for region, is_late in zip(regions, late, strict=True) if is_late]
         if uncommitted:
             rule.commit(uncommitted, self._tools)
@@ -150,9 +157,9 @@ class MatrixStep(MatrixWork):
             restore_absent(tensors, flags, old)
         if uncertain:
             self._presences.append(torch.stack([flag for _, flag in uncertain]).amax())
-        followers = [((), (region.rounded, region.parameter)) for region in regions if region.rounded is not None]
-        for _, (rounded, masters) in batches(followers):
-            torch._foreach_copy_(rounded, masters)
+        if followers := [((), (region.rounded, region.parameter)) for region in regions if region.rounded is not None]:
+            for _, (rounded, masters) in batches(followers):
+                torch._foreach_copy_(rounded, masters)
 
     def _lists(
         self, kind: Callable[[IndexedRegion, MatrixRegion], Hashable], regions: Sequence[IndexedRegion], *parallel: Sequence[Any]

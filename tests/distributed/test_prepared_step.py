@@ -1,5 +1,7 @@
 """A step is prepared once: what a program does to parameters, state and groups in between still counts."""
 
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -88,6 +90,28 @@ def test_on_ranks(preset: str) -> None:
     for found in run_ranks(2, _every_change, preset):
         for one, other in zip(found, expected, strict=True):
             assert_same(one, other)
+
+
+def _gradients_alive() -> list[bool]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if dist.is_initialized() else None
+    optimizer = small_optimizer(mesh, preset="normuon")
+    fill_gradients(optimizer, 0)
+    gradients = [weakref.ref(parameter.grad) for parameter in parameters_of(optimizer)]
+    memory = [weakref.ref(_local(parameter.grad)) for parameter in parameters_of(optimizer)]
+    optimizer.step()
+    optimizer.zero_grad()
+    return [found() is not None for found in (*gradients, *memory)]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.distributed
+def test_no_gradient_outlives_its_step() -> None:
+    assert not any(_gradients_alive())
+    for alive in run_ranks(2, _gradients_alive):
+        assert not any(alive)
 
 
 def test_views_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
