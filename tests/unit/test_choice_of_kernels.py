@@ -51,6 +51,11 @@ def _fresh() -> Iterator[None]:
     _forget()
 
 
+def _lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What was logged about kernels; plans are logged too where a test before set that level."""
+    return [record.message for record in caplog.records if record.name == "omn_dist.kernels"]
+
+
 def _forget() -> None:
     choose._cpu.cache_clear()
     choose._torch.cache_clear()
@@ -101,14 +106,14 @@ def test_the_choice_is_made_once_and_logged_once(caplog: pytest.LogCaptureFixtur
         assert choose_kernels("torch") is TORCH
     assert isinstance(first, CpuKernels)
     assert first.fuses_adamw
-    assert [record.message for record in caplog.records] == [f"kernels: {first}", "kernels: torch (kernels='torch')"]
+    assert _lines(caplog) == [f"kernels: {first}", "kernels: torch (kernels='torch')"]
 
 
 def test_the_variable_beats_the_program(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("OMN_DIST_KERNELS", "torch")
     with caplog.at_level(logging.INFO, "omn_dist.kernels"):
         assert choose_kernels("auto") is TORCH
-    assert caplog.records[-1].message == "kernels: torch (OMN_DIST_KERNELS=torch)"
+    assert _lines(caplog)[-1] == "kernels: torch (OMN_DIST_KERNELS=torch)"
     monkeypatch.setenv("OMN_DIST_KERNELS", "auto")
     assert choose_kernels("torch") is choose_kernels("auto")
     monkeypatch.setenv("OMN_DIST_KERNELS", "troch")
@@ -130,7 +135,7 @@ def test_several_threads_run_torch(caplog: pytest.LogCaptureFixture) -> None:
     torch.set_num_threads(2)
     with caplog.at_level(logging.INFO, "omn_dist.kernels"):
         assert choose_kernels() is TORCH
-    assert caplog.records[-1].message == "kernels: torch (found 2 threads, the C kernels have one)"
+    assert _lines(caplog)[-1] == "kernels: torch (found 2 threads, the C kernels have one)"
 
 
 def test_a_package_without_its_library_goes_on_with_torch(
@@ -141,7 +146,7 @@ def test_a_package_without_its_library_goes_on_with_torch(
         assert choose_kernels() is TORCH
         _trained_step()
     if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
-        assert "the library was not built" in caplog.records[-1].message
+        assert "the library was not built" in _lines(caplog)[-1]
 
 
 @usable
@@ -149,7 +154,7 @@ def test_a_library_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ctypes, "CDLL", lambda path: object())
     with caplog.at_level(logging.INFO, "omn_dist.kernels"):
         assert choose_kernels() is TORCH
-    assert "not that of this version, reinstall the package" in caplog.records[-1].message
+    assert "not that of this version, reinstall the package" in _lines(caplog)[-1]
 
 
 @usable
@@ -157,7 +162,7 @@ def test_kernels_whose_samples_all_differ_are_not_used(monkeypatch: pytest.Monke
     monkeypatch.setattr(cpu, "COMPARISONS", dict.fromkeys(COMPARISONS, lambda kernels: False))
     with caplog.at_level(logging.INFO, "omn_dist.kernels"):
         assert choose_kernels() is TORCH
-    assert caplog.records[-1].message == "kernels: torch (all samples differed from torch's)"
+    assert _lines(caplog)[-1] == "kernels: torch (all samples differed from torch's)"
 
 
 def _trained_step() -> None:
