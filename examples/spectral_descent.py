@@ -71,7 +71,8 @@ class SpectralDescent(Momentum):
     ) -> None:
         # One after the other, so that bits do not depend on what else the owner has.
         for direction in directions:
-            direction.copy_(direction.float() * (settings.gain / spectral_norm(direction).clamp(min=1e-30)))
+            norm = spectral_norm(direction).clamp(min=1e-30)
+            direction.copy_(direction.float() * (settings.gain / norm))
 
 
 register_rule(SpectralDescent())
