@@ -50,6 +50,8 @@ def circle(graph: Mapping[str, set[str]]) -> list[str]:
 
 def floors(graph: Mapping[str, set[str]]) -> list[list[str]]:
     """Boxes by height, from the ground up: a box stands above everything that it imports."""
+    if found := circle(graph):
+        raise ValueError(f"imports in a circle, expected none: {', '.join(found)}")
     height: dict[str, int] = {}
     while len(height) < len(graph):
         for name, others in graph.items():
