@@ -100,7 +100,8 @@ def test_preempted_then_out_of_time_then_finished_bitwise(
 
     shown = cluster.wait(job, *ENDED)
     log = cluster.log(job)
-    assert (shown["JobState"], shown["ExitCode"], shown["Restarts"]) == ("COMPLETED", "0:0", "2"), log
+    ended = (shown["JobState"], shown["ExitCode"], shown["Restarts"])
+    assert ended == ("COMPLETED", "0:0", "2"), f"{log}\n{cluster.logs()}"
     assert log.count("it continues from the newest complete checkpoint") == 2
     assert f"continuing {tmp_path}/run/checkpoints/step_{limited:08d} at step {limited} of {STEPS}" in log
     # No signal ended a rank, and nobody wrote a trace.
