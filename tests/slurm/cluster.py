@@ -148,16 +148,18 @@ class Cluster:
         text = self.run("scontrol", "show", "job", "--oneliner", str(job))
         return dict(part.split("=", 1) for part in re.split(r"\s+(?=[A-Za-z:/_]+=)", text.strip()))
 
-    def wait(self, job: int, *states: str, seconds: float = TIMEOUT, release: bool = True) -> dict[str, str]:
-        """Wait until the job is in one of ``states``; ``release``: start a requeued job at once."""
+    def wait(self, job: int, *states: str, seconds: float = TIMEOUT) -> dict[str, str]:
+        """Wait until the job is in one of ``states``.
+
+        A requeued job starts when its credential has expired (``cred_expire``). It is not released
+        sooner: a node that ended it within the same second takes the new start for the old one and
+        refuses it.
+        """
         shown: dict[str, str] = {}
 
         def there() -> bool:
             shown.clear()
             shown.update(self.show(job))
-            if release and shown["JobState"] == "PENDING" and shown["Reason"] == "BeginTime" and "PENDING" not in states:
-                # SLURM delays a requeued job by the life of a credential: nodes can clean up.
-                self.run("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
             return shown["JobState"] in states
 
         until(there, lambda: f"{shown}\n{self.log(job)}\n{self.logs()}", seconds)

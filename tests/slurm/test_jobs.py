@@ -124,8 +124,7 @@ def test_a_dead_node_costs_the_steps_since_the_checkpoint_and_no_more(
     assert saved >= 3
     pace.write_text("0")
     cluster.start_node(cluster.second)
-    # Not released before its time: what SLURM knows of the dead node's step must be gone first.
-    shown = cluster.wait(job, *ENDED, release=False)
+    shown = cluster.wait(job, *ENDED)
     assert (shown["JobState"], shown["Restarts"]) == ("COMPLETED", "1"), f"{shown}\n{cluster.log(job)}\n{cluster.logs()}"
     assert f"at step {saved} of {STEPS}" in cluster.log(job)
     assert_bitwise(tmp_path / "run", uninterrupted, STEPS)
