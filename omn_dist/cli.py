@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from omn_dist.launch.job_layout import read_layout
 from omn_dist.launch.report import describe_layout, describe_machine
-from omn_dist.launch.start import enter_rank, machine_problems, start_machine
+from omn_dist.launch.start import enter_rank, machine_problems, meeting_problems, start_machine
 from omn_dist.launch.submit import submit
 from omn_dist.models.targets import is_model_target, meta_model
 from omn_dist.optim.presets import resolve_preset
@@ -32,6 +32,7 @@ from omn_dist.studies.command import add_arguments
 from omn_dist.train.config import RunConfig, load_config
 from omn_dist.train.data import open_tokenizer, prepare_text
 from omn_dist.train.loop import train
+from omn_dist.train.meeting_point import MeetingPointError, MissingMembersError
 from omn_dist.train.preflight import preflight
 from omn_dist.train.ranks import check_num_gpus, read_ranks
 from omn_dist.train.setup import build_groups, build_meta_model
@@ -64,8 +65,9 @@ def _run(arguments: Sequence[str] | None) -> int:
         parsed = _parse(arguments)
         status: int = parsed.run(parsed)
         return status
-    except (SettingsError, RejectedWindowsError) as error:
-        if first:
+    except (SettingsError, RejectedWindowsError, MissingMembersError) as error:
+        # Before the ranks have met, rank 0 cannot print for the others.
+        if first or isinstance(error, (MeetingPointError, MissingMembersError)):
             print(f"omn-dist: {error}", file=sys.stderr)
         return 2 if isinstance(error, SettingsError) else 1
 
@@ -211,7 +213,7 @@ def _environment(parsed: argparse.Namespace) -> int:
     layout = read_layout(os.environ, parsed.ranks_per_node)
     config = None if parsed.config is None else load_config(parsed.config, parsed.overrides)
     print("\n".join(describe_machine() + describe_layout(layout, None if config is None else Path(config.run_folder))))
-    problems = [] if config is None else machine_problems(config, layout)
+    problems = [] if config is None else meeting_problems(layout) + machine_problems(config, layout)
     for problem in problems:
         print(f"omn-dist: {problem}", file=sys.stderr)
     return 2 if problems else 0

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omn_dist.launch.network import Interface, is_loopback
+from omn_dist.launch.network import Interface
 from omn_dist.optim.state import state_bytes_by_algorithm
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -23,25 +23,6 @@ _EQUAL_FACTS = {
     "omn_dist": "version of omn_dist",
     "device": "device",
 }
-
-
-def check_address(host: str, addresses: Sequence[str], num_nodes: int) -> list[str]:
-    """Check that the address of the first machine leads to the same machine from everywhere.
-
-    Args:
-        host: the address or name, as it was given.
-        addresses: addresses that it resolves to on this machine.
-        num_nodes: number of machines of the run.
-    """
-    if not addresses:
-        return [f"MASTER_ADDR: {host!r} resolves to no address, expected the first machine's name or address; correct it"]
-    loopback = [address for address in addresses if is_loopback(address)]
-    if num_nodes > 1 and loopback:
-        return [
-            f"MASTER_ADDR: {host!r} is {loopback[0]} here, an address that every machine has for itself, expected one that "
-            f"leads to the first of {num_nodes} machines; give its address on the network that connects them"
-        ]
-    return []
 
 
 def check_interface_choice(variable: str, choice: str, interfaces: Sequence[Interface], num_nodes: int) -> list[str]:
@@ -75,20 +56,23 @@ def checkpoint_bytes(groups: Sequence[Mapping[str, Any]], matrix_algorithm: str 
     return weights + sum(state_bytes_by_algorithm(groups, matrix_algorithm).values())
 
 
-def check_disk(folder: Path, free: int, checkpoint: int) -> list[str]:
+def check_disk(folder: Path, free: int, checkpoint: int, num_saved: int) -> list[str]:
     """Check that there is room for two checkpoints: the last one stays while the next is written.
 
     Args:
         folder: the run folder.
         free: free bytes there.
         checkpoint: bytes of one checkpoint.
+        num_saved: complete checkpoints that the folder has; a run that continues needs room for the
+            next one only.
     """
-    needed = _NUM_CHECKPOINTS * checkpoint
+    number = max(1, _NUM_CHECKPOINTS - num_saved)
+    needed = number * checkpoint
     if free >= needed:
         return []
     return [
         f"run_folder {folder}: found {free / 2**30:.2f} GiB free, expected at least {needed / 2**30:.2f} GiB for "
-        f"{_NUM_CHECKPOINTS} checkpoints; free some, or choose another run_folder"
+        f"{number} {'checkpoint' if number == 1 else 'checkpoints'}; free some, or choose another run_folder"
     ]
 
 

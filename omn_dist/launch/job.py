@@ -16,11 +16,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from omn_dist.launch.agent import WRONG_INPUT
-from omn_dist.launch.checks import check_address
 from omn_dist.launch.job_layout import read_number
-from omn_dist.launch.network import next_free_port, port_of_job, resolve
+from omn_dist.launch.network import next_free_port, port_of_job
 from omn_dist.launch.report import describe_machine
-from omn_dist.launch.start import run_problems
+from omn_dist.launch.start import address_problems, run_problems
 from omn_dist.settings import SettingsError
 from omn_dist.train.config import load_config
 from omn_dist.train.preflight import preflight
@@ -43,7 +42,7 @@ def check_job(arguments: Sequence[str] | None = None) -> int:
         config = load_config(parsed.config, parsed.overrides)
         if parsed.below is not None:
             config = dataclasses.replace(config, run_folder=str(Path(config.run_folder) / parsed.below))
-        problems = check_address(address, resolve(address), num_nodes) + run_problems(config)
+        problems = address_problems(address, port, num_nodes, is_first=True) + run_problems(config)
         checks = preflight(config, num_nodes * parsed.ranks_per_node)
     except SettingsError as error:
         problems = [str(error)]

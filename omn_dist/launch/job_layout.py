@@ -6,12 +6,17 @@ from collections.abc import Mapping
 from typing import Literal
 
 from omn_dist.settings import SettingsError
+from omn_dist.train.meeting_point import MeetingPointError, parse_port
 
 Launcher = Literal["torchrun", "srun"]
 """``torchrun``: one task on each machine starts the ranks there. ``srun``: every task is a rank."""
 
 DEFAULT_PORT = 29_400
 """Port at which the machines meet, without MASTER_PORT."""
+# The next port is for torchrun's agents.
+_LAST_PORT = 65_534
+# Names of torchrun, and of operators that start it, for what is NODES here.
+_TORCHRUNS_NODES = ("NNODES", "PET_NNODES")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,22 +58,43 @@ def read_layout(environment: Mapping[str, str], ranks_per_node: int, launcher: L
     elif launcher == "srun":
         raise SettingsError("SLURM_PROCID: not set, expected a task that srun started; use srun, or --launcher torchrun")
     else:
-        num_nodes = read_number(environment, "NODES", 1)
-        if num_nodes > 1 and not environment.get("NODE_RANK"):
-            raise SettingsError(
-                f"NODE_RANK: not set, but NODES is {num_nodes}; set it to 0 on the machine of MASTER_ADDR, 1 on the next ..."
-            )
-        node_rank = read_number(environment, "NODE_RANK", 0)
-        if num_nodes < 1 or not 0 <= node_rank < num_nodes:
-            raise SettingsError(f"NODE_RANK: found {node_rank} with NODES={num_nodes}, expected 0 to NODES - 1")
+        num_nodes, node_rank = _machines_by_hand(environment)
     return JobLayout(
         num_nodes=num_nodes,
         node_rank=node_rank,
         ranks_per_node=ranks_per_node,
         address=_meeting_address(environment, num_nodes),
-        port=read_number(environment, "MASTER_PORT", DEFAULT_PORT),
+        port=parse_port(environment.get("MASTER_PORT", str(DEFAULT_PORT)).strip(), last=_LAST_PORT),
         origin="SLURM's job step" if in_step else "NODES, NODE_RANK, MASTER_ADDR, MASTER_PORT",
     )
+
+
+def _machines_by_hand(environment: Mapping[str, str]) -> tuple[int, int]:
+    num_nodes = read_number(environment, "NODES", 1)
+    if "NODE_RANK" in environment and "NODES" not in environment:
+        raise SettingsError(
+            f"NODES: not set, but NODE_RANK is {environment['NODE_RANK']!r}, expected the number of machines; set it, or unset "
+            "NODE_RANK for a run on this machine alone"
+        )
+    if num_nodes > 1 and "NODE_RANK" not in environment:
+        raise SettingsError(
+            f"NODE_RANK: not set, but NODES is {num_nodes}; set it to 0 on the machine of MASTER_ADDR, 1 on the next ..."
+        )
+    node_rank = read_number(environment, "NODE_RANK", 0)
+    if num_nodes < 1 or not 0 <= node_rank < num_nodes:
+        raise SettingsError(f"NODE_RANK: found {node_rank} with NODES={num_nodes}, expected 0 to NODES - 1")
+    for name in _TORCHRUNS_NODES:
+        if environment.get(name, str(num_nodes)) != str(num_nodes):
+            raise SettingsError(
+                f"{name}: found {environment[name]!r}, but NODES is {num_nodes}, expected the same number of machines; set NODES "
+                f"and NODE_RANK on every machine, or unset {name}"
+            )
+    if num_nodes == 1 and environment.get("WORLD_SIZE", "1") != "1":
+        raise MeetingPointError(
+            f"WORLD_SIZE: found {environment['WORLD_SIZE']!r}, set by another launcher, but NODES is 1, expected one launcher that "
+            "starts the ranks; start omn-dist train with that launcher, or set NODES and NODE_RANK on every machine"
+        )
+    return num_nodes, node_rank
 
 
 def _meeting_address(environment: Mapping[str, str], num_nodes: int) -> str:
@@ -87,11 +113,12 @@ def read_number(environment: Mapping[str, str], name: str, default: int | None =
     """The whole number in an environment variable.
 
     Raises:
-        SettingsError: the variable is not set and there is no default, or it is no whole number.
+        SettingsError: the variable is not set and there is no default, or it is no whole number. An
+            empty one is none either: a variable of a script that was not filled in.
     """
-    text = environment.get(name, "").strip()
-    if not text and default is not None:
+    if name not in environment and default is not None:
         return default
+    text = environment.get(name, "").strip()
     if not re.fullmatch(r"\d+", text):
         raise SettingsError(f"{name}: found {text!r}, expected a whole number")
     return int(text)

@@ -11,10 +11,9 @@ import socket
 import time
 from typing import Any
 
-from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # not in its stubs
+from torch.distributed import DistError
 
-from omn_dist.launch.network import is_free
-from omn_dist.settings import SettingsError
+from omn_dist.train.meeting_point import MissingMembersError, open_store
 
 _POLL_SECONDS = 0.1
 
@@ -30,30 +29,26 @@ class Meeting:
         seconds: longest wait for the others.
 
     Raises:
-        SettingsError: member 0 cannot listen, or cannot be reached.
+        MeetingPointError: member 0 cannot listen.
+        MissingMembersError: member 0 cannot be reached.
     """
 
     def __init__(self, address: str, port: int, *, member: int, num_members: int, seconds: float) -> None:
         self._member, self._num_members, self._seconds = member, num_members, seconds
         self._address, self._round = f"{address}:{port}", 0
-        if member == 0 and not is_free(port):
-            raise SettingsError(
-                f"port {port} on {socket.gethostname()}: taken by another program, expected it free for {num_members} members to "
-                "meet; set MASTER_PORT to another port"
-            )
         try:
-            self._store = TCPStore(
+            self._store = open_store(
                 address,
                 port,
-                is_master=member == 0,
-                wait_for_workers=False,
+                serve=member == 0,
+                deadline=time.monotonic() + seconds,
                 timeout=datetime.timedelta(seconds=seconds),
             )
-        except (DistError, RuntimeError, ValueError) as error:
-            reason = (str(error).splitlines() or ["no message"])[0]
-            raise SettingsError(
+        except MissingMembersError as error:
+            raise MissingMembersError(
                 f"meeting at {self._address}: member {member} of {num_members} on {socket.gethostname()} found nobody within "
-                f"{seconds:g} s ({reason[:160]}); check that machine 0 is up and that no firewall blocks the port"
+                f"{seconds:g} s ({error}), expected machine 0; check MASTER_ADDR, that machine 0 is up, and that no firewall "
+                "blocks the port"
             ) from None
 
     def exchange(self, fact: Any) -> list[Any]:
@@ -66,15 +61,24 @@ class Meeting:
             The facts of all members, in the order of members.
 
         Raises:
-            SettingsError: some members did not send theirs in time; the message has their numbers.
+            MissingMembersError: some members did not send theirs in time, whose numbers are in the
+                message; or member 0 has ended.
         """
-        keys = self._send(fact)
+        try:
+            return self._collect(self._send(fact))
+        except (DistError, ConnectionError) as error:
+            raise MissingMembersError(
+                f"meeting at {self._address}: member 0 has ended ({type(error).__name__}), expected it until all have met; its "
+                "output says why"
+            ) from None
+
+    def _collect(self, keys: list[str]) -> list[Any]:
         deadline = time.monotonic() + self._seconds
         # Not one long wait in the store: signal handlers only run between Python instructions.
         while not self._store.check(keys):
             if time.monotonic() > deadline:
                 missing = [member for member, key in enumerate(keys) if not self._store.check([key])]
-                raise SettingsError(
+                raise MissingMembersError(
                     f"meeting at {self._address}: found {self._num_members - len(missing)} of {self._num_members} members within "
                     f"{self._seconds:g} s, missing {missing}; check that the run was started on every machine"
                 )

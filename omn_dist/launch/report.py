@@ -16,7 +16,8 @@ import torch.distributed as dist
 from omn_dist import __version__
 from omn_dist.launch.checks import check_interface_choice, chosen_interfaces
 from omn_dist.launch.job_layout import JobLayout
-from omn_dist.launch.network import Interface, list_interfaces, resolve, source_address
+from omn_dist.launch.network import Interface, list_interfaces
+from omn_dist.train.meeting_point import resolve, source_address
 
 _SHOWN_VARIABLES = re.compile(
     r"(MASTER|GLOO|NCCL|TORCH|SLURM_STEP)_\w+|OMN_DIST_(KERNELS|CPU_FLAGS)|NODES|NODE_RANK|OMP_NUM_THREADS|"

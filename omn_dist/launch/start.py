@@ -32,7 +32,6 @@ from omn_dist.launch.agent import (
     thread_limits,
 )
 from omn_dist.launch.checks import (
-    check_address,
     check_disk,
     check_gpus,
     check_shared,
@@ -40,13 +39,16 @@ from omn_dist.launch.checks import (
     compare_members,
     free_bytes,
 )
-from omn_dist.launch.job_layout import JobLayout, read_layout
+from omn_dist.launch.job_layout import JobLayout, read_layout, read_number
 from omn_dist.launch.meeting import Meeting
-from omn_dist.launch.network import list_interfaces, next_free_port, resolve
+from omn_dist.launch.network import list_interfaces, next_free_port
 from omn_dist.launch.report import choose_interface, interface_problems
 from omn_dist.optim.presets import resolve_preset
 from omn_dist.settings import SettingsError
+from omn_dist.train.checkpointing import complete_checkpoints
 from omn_dist.train.config import RunConfig, load_config, to_mapping
+from omn_dist.train.meeting_point import MeetingPointError, MissingMembersError, check_address, check_route, resolve
+from omn_dist.train.preflight import CHECKPOINTS
 from omn_dist.train.setup import build_groups, build_meta_model
 
 MEETING_SECONDS = 120.0
@@ -61,18 +63,28 @@ def run_problems(config: RunConfig) -> list[str]:
     folder = Path(config.run_folder)
     groups = build_groups(config, build_meta_model(config))
     algorithm = resolve_preset(config.optimizer.preset, config.optimizer.overrides).algorithm
-    return check_disk(folder, free_bytes(folder), checkpoint_bytes(groups, algorithm))
+    num_saved = len(complete_checkpoints(folder / CHECKPOINTS))
+    return check_disk(folder, free_bytes(folder), checkpoint_bytes(groups, algorithm), num_saved)
+
+
+def address_problems(address: str, port: int, num_nodes: int, *, is_first: bool) -> list[str]:
+    """Why this machine cannot meet the others at ``address``, in one line, or nothing.
+
+    Takes up to a few seconds.
+    """
+    addresses = resolve(address)
+    return check_address(address, addresses, num_nodes) or check_route(address, addresses, port, is_first=is_first)
+
+
+def meeting_problems(layout: JobLayout) -> list[str]:
+    """The same for a machine of a run."""
+    return address_problems(layout.address, layout.port, layout.num_nodes, is_first=layout.node_rank == 0)
 
 
 def machine_problems(config: RunConfig, layout: JobLayout) -> list[str]:
     """Problems of this machine: one line each."""
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return (
-        check_address(layout.address, resolve(layout.address), layout.num_nodes)
-        + interface_problems(layout, os.environ)
-        + check_gpus(config.device, found, layout.ranks_per_node)
-        + run_problems(config)
-    )
+    return interface_problems(layout, os.environ) + check_gpus(config.device, found, layout.ranks_per_node) + run_problems(config)
 
 
 def facts_of(config: RunConfig, layout: JobLayout, problems: Sequence[str]) -> dict[str, Any]:
@@ -156,11 +168,13 @@ def start_machine(
         The exit status, the same on all machines: 0, 1, 2 or 75.
 
     Raises:
-        SettingsError: the run cannot start on this machine, or another machine did not answer.
+        SettingsError: the run cannot start on this machine.
+        MissingMembersError: another machine did not answer.
     """
     with SignalRelay() as relay:
         config = load_config(config_path, overrides)
         layout = read_layout(os.environ, ranks_per_node)
+        _refuse_meeting_point(layout)
         problems = machine_problems(config, layout)
         meeting: Meeting | None = None
         if layout.num_nodes > 1:
@@ -205,14 +219,16 @@ def enter_rank(config_path: str, overrides: Sequence[str], *, ranks_per_node: in
         ``None`` if the run can start, else the exit status.
 
     Raises:
-        SettingsError: the run cannot start on this machine, or another task did not answer.
+        SettingsError: the run cannot start on this machine.
+        MissingMembersError: another task did not answer.
     """
     for number in RELAYED_SIGNALS:
         # Until the training loop handles stop signals there is nothing to save.
         signal.signal(number, _stop_at_once)
     config = load_config(config_path, overrides)
     layout = read_layout(os.environ, ranks_per_node, "srun")
-    rank, local_rank = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_LOCALID"])
+    rank, local_rank = (read_number(os.environ, name) for name in ("SLURM_PROCID", "SLURM_LOCALID"))
+    _refuse_meeting_point(layout)
     problems = machine_problems(config, layout)
     meeting = _meet(layout, rank, layout.world_size, problems)
     problems = agree_to_start(meeting, rank, facts_of(config, layout, problems), Path(config.run_folder))
@@ -235,13 +251,20 @@ def enter_rank(config_path: str, overrides: Sequence[str], *, ranks_per_node: in
     return None
 
 
+def _refuse_meeting_point(layout: JobLayout) -> None:
+    """Raise what is wrong with the meeting point at once: waiting there could only time out."""
+    problems = meeting_problems(layout)
+    if problems:
+        raise MeetingPointError(f"{socket.gethostname()}: {problems[0]}")
+
+
 def _meet(layout: JobLayout, member: int, num_members: int, problems: Sequence[str]) -> Meeting:
     try:
         return Meeting(layout.address, layout.port, member=member, num_members=num_members, seconds=MEETING_SECONDS)
-    except SettingsError as error:
+    except (SettingsError, MissingMembersError) as error:
         if not problems:
             raise
-        # The problem of this machine, such as a wrong address, is the reason that nobody answered.
+        # The problem of this machine, such as a wrong interface, may be why nobody answered.
         raise SettingsError(f"{socket.gethostname()}: {problems[0]}") from error
 
 

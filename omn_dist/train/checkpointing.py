@@ -61,12 +61,13 @@ class SavedRun:
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints in ``folder``, oldest first. Unfinished ones are left out."""
-    found = []
-    for path in folder.iterdir() if folder.is_dir() else ():
-        match = _NAME.fullmatch(path.name)
-        if match and path.is_dir():
-            found.append((int(match.group(1)), path))
-    return [path for _, path in sorted(found)]
+    names = folder.iterdir() if folder.is_dir() else ()
+    return sorted((path for path in names if _NAME.fullmatch(path.name) and path.is_dir()), key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint, from the name of its folder."""
+    return int(path.name.rpartition("_")[2])
 
 
 def read_saved_run(path: Path) -> SavedRun:

@@ -117,9 +117,11 @@ class CheckpointConfig:
     keep: int = 2
     """Number of complete checkpoints that stay on disk, the newest ones."""
     resume: str = "auto"
-    """``auto``: continue from the newest complete checkpoint of the run folder, or start fresh
-    where there is none; ``none``: start fresh in a run folder that holds no run yet; else the
-    path of one checkpoint folder."""
+    """Where a fresh run folder starts: ``none``: from initial weights; the path of a checkpoint
+    folder: from there; ``auto``: from initial weights, but any run in the folder is continued.
+    The same command started again, by a person or by SLURM, continues from the newest complete
+    checkpoint of its run folder, whatever this says. ``none`` or a path is an error where the
+    folder holds a run that was started otherwise."""
 
     def __post_init__(self) -> None:
         if self.every_steps is not None:

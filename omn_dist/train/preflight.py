@@ -1,15 +1,19 @@
 """Checks before a run takes its first step, without a process group."""
 
 import dataclasses
+import json
+import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from omn_dist.settings import SettingsError
-from omn_dist.train.checkpointing import SavedRun, complete_checkpoints, read_saved_run
+from omn_dist.train.checkpointing import SavedRun, complete_checkpoints, read_saved_run, step_of
 from omn_dist.train.config import RunConfig, check_for_world_size, to_mapping
 from omn_dist.train.data import BatchSource, TextData, open_data
+
+logger = logging.getLogger("omn_dist.train")
 
 CHECKPOINTS = "checkpoints"
 """Folder with the checkpoints, in the run folder."""
@@ -106,27 +110,66 @@ def preflight(config: RunConfig, world_size: int) -> Preflight:
 
 
 def _find_resume(config: RunConfig) -> SavedRun | None:
-    folder = Path(config.run_folder)
+    """The checkpoint to continue from.
+
+    ``checkpoint.resume`` says where a fresh run folder starts. A run folder that the same command
+    has used continues from its own newest checkpoint, so that a requeued job goes on.
+    """
+    folder, start = Path(config.run_folder), config.checkpoint.resume
     _check_writable(folder)
-    complete = complete_checkpoints(folder / CHECKPOINTS)
-    if config.checkpoint.resume == "auto":
-        return read_saved_run(complete[-1]) if complete else None
-    if config.checkpoint.resume == "none":
-        for name in (RECORD, METRICS, CHECKPOINTS):
-            if (folder / name).exists():
-                raise SettingsError(
-                    f"run_folder {folder}: holds a run already ({name}), expected an empty one with "
-                    "checkpoint.resume=none; choose another run_folder, or checkpoint.resume=auto to continue"
-                )
-        return None
-    saved = read_saved_run(Path(config.checkpoint.resume))
-    newer = [path.name for path in complete if int(path.name.rpartition("_")[2]) > saved.clock.steps]
-    if newer:
-        raise SettingsError(
-            f"run_folder {folder}: has checkpoints newer than {saved.path.name} ({', '.join(newer)}), which a run "
-            "from there would overwrite; choose another run_folder or remove them"
+    own = complete_checkpoints(folder / CHECKPOINTS)
+    if start == "auto":
+        return read_saved_run(own[-1]) if own else None
+    if not _is_second_start(folder, start):
+        _check_start(folder, start, own)
+    elif own:
+        logger.warning(
+            "checkpoint.resume=%s is for a fresh run_folder; %s was started with it before and continues from %s; choose another "
+            "run_folder for a new run",
+            start,
+            folder,
+            own[-1].name,
         )
-    return saved
+        return read_saved_run(own[-1])
+    return None if start == "none" else read_saved_run(Path(start))
+
+
+def _is_second_start(folder: Path, start: str) -> bool:
+    """Whether a command with the same ``checkpoint.resume`` has started the run in ``folder``.
+
+    SLURM starts only the same command again. Otherwise the run record says what the last start was.
+    """
+    if int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0:
+        return True
+    return _recorded_start(folder) == start
+
+
+def _recorded_start(folder: Path) -> str | None:
+    try:
+        start: str = json.loads((folder / RECORD).read_text(encoding="utf-8"))["configuration"]["checkpoint"]["resume"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return start
+
+
+def _check_start(folder: Path, start: str, own: Sequence[Path]) -> None:
+    """Check that a run from ``start`` would overwrite no other run in ``folder``."""
+    if start != "none" and Path(start).resolve() in [path.resolve() for path in own]:
+        newer = [path.name for path in own if step_of(path) > step_of(Path(start))]
+        if newer:
+            raise SettingsError(
+                f"run_folder {folder}: has checkpoints newer than {Path(start).name} ({', '.join(newer)}), which a run "
+                "from there would overwrite; choose another run_folder or remove them"
+            )
+        return
+    for name in (RECORD, METRICS, CHECKPOINTS):
+        if (folder / name).exists():
+            before = _recorded_start(folder)
+            by = "" if before is None else f", started with checkpoint.resume={before}"
+            raise SettingsError(
+                f"run_folder {folder}: holds a run already ({name}{by}), expected an empty one with checkpoint.resume={start}; "
+                "choose another run_folder for a new run, or checkpoint.resume=auto to continue this one"
+            )
 
 
 def _check_writable(folder: Path) -> None:

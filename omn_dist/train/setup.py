@@ -167,7 +167,7 @@ def _open_files(folder: Path, record: dict[str, Any], checks: Preflight, ranks: 
     if not ranks.is_first:
         return None
     folder.mkdir(parents=True, exist_ok=True)
-    resumed_window = None if checks.resume is None else checks.resume.clock.windows
-    metrics = MetricsFile(folder / METRICS, resumed_window=resumed_window)
+    # First the record, by which the next start knows that this one was here.
     write_record(folder / RECORD, record)
-    return metrics
+    resumed_window = None if checks.resume is None else checks.resume.clock.windows
+    return MetricsFile(folder / METRICS, resumed_window=resumed_window)

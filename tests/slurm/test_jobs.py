@@ -1,6 +1,7 @@
 """Jobs on a real SLURM with two nodes: submission, interruption, requeueing, and wrong input."""
 
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -110,6 +111,34 @@ def test_preempted_then_out_of_time_then_finished_bitwise(
     assert comparable(tmp_path / "run") == comparable(uninterrupted)
     logs = sorted(path.name for path in (tmp_path / "run" / "logs").iterdir())
     assert logs == [f"job_{job}_restart_{restart}" for restart in range(3)]
+
+
+@pytest.mark.parametrize("resume", ["none", "path"])
+def test_a_requeued_job_continues_wherever_it_has_started_from(
+    cluster: Cluster, tmp_path: Path, pace: Path, uninterrupted: Path, resume: str
+) -> None:
+    """A path is that of a checkpoint of another run, which is gone when the job starts again."""
+    start, first = resume, 0
+    if resume == "path":
+        (tmp_path / "other").mkdir()
+        early = submit(cluster, tmp_path / "other", "stop_after_steps=3")
+        cluster.wait(early, "COMPLETED")
+        start, first = str(tmp_path / "other" / "run" / "checkpoints" / "step_00000003"), 3
+    job = submit(cluster, tmp_path, f"checkpoint.resume={start}", pace=pace)
+    until_steps(cluster, job, tmp_path, 2)
+    other = cluster.submit("--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+    cluster.wait(other, "COMPLETED")
+    (preempted,) = saved_steps(tmp_path)
+    shutil.rmtree(tmp_path / "other", ignore_errors=True)
+    pace.write_text("0")
+    shown = cluster.wait(job, *ENDED)
+    log = cluster.log(job)
+    ended = (shown["JobState"], shown["ExitCode"], shown["Restarts"])
+    assert ended == ("COMPLETED", "0:0", "1"), f"{log}\n{cluster.logs()}"
+    assert f"continuing {tmp_path}/run/checkpoints/step_{preempted:08d} at step {preempted} of {STEPS}" in log
+    assert_bitwise(tmp_path / "run", uninterrupted, STEPS)
+    rows = [row for row in comparable(uninterrupted) if row["window"] > first or not first]
+    assert comparable(tmp_path / "run") == rows
 
 
 def test_a_dead_node_costs_the_steps_since_the_checkpoint_and_no_more(

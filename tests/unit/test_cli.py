@@ -286,6 +286,46 @@ def test_an_older_checkpoint_is_not_continued_over_a_newer_one(capsys: pytest.Ca
     assert [row["step"] for row in read_rows(run / "metrics.jsonl") if row["kind"] == "train"] == [2]
 
 
+def test_a_start_is_for_a_fresh_folder_and_the_same_command_continues(
+    capsys: pytest.CaptureFixture[str], saved: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``none`` and a path mean the same on a second start: go on from the newest own checkpoint."""
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    other = run.with_name("other")
+    first = saved / "checkpoints" / "step_00000001"
+    for folder, start, steps in ((run, "none", [1, 2, 3]), (other, str(first), [2, 3])):
+        arguments = ["train", str(MICRO), f"run_folder={folder}", f"checkpoint.resume={start}", "checkpoint.keep=1"]
+        assert main([*arguments, "stop_after_steps=2"]) == 0
+        capsys.readouterr()
+        assert main([*arguments, "stop_after_steps=3"]) == 0
+        error = capsys.readouterr().err
+        assert f"checkpoint.resume={start} is for a fresh run_folder; {folder} was started with it before" in error
+        assert "step_00000002 at step 2 of 3" in error
+        assert [row["step"] for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "train"] == steps
+
+    # Another start in that folder may mean a new run, or this one.
+    arguments = ["train", str(MICRO), "stop_after_steps=4", f"run_folder={run}"]
+    for start in (first, saved / "checkpoints" / "step_00000002"):
+        line = _fails(capsys, *arguments, f"checkpoint.resume={start}")
+        assert "holds a run already (record.json, started with checkpoint.resume=none), expected an empty one" in line
+    # SLURM starts only the same command again, whoever has written the record since.
+    assert main([*arguments[:2], "stop_after_steps=3", f"run_folder={run}"]) == 0
+    capsys.readouterr()
+    assert "started with checkpoint.resume=auto" in _fails(capsys, *arguments, "checkpoint.resume=none")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert main([*arguments, "checkpoint.resume=none"]) == 0
+    assert "step_00000003 at step 3 of 4" in capsys.readouterr().err
+
+
+def test_a_second_start_without_a_checkpoint_starts_where_the_first_did(saved: Path, run: Path) -> None:
+    for folder, start, step in ((run, "none", 0), (run.with_name("other"), saved / "checkpoints" / "step_00000001", 1)):
+        arguments = ["train", str(MICRO), f"run_folder={folder}", f"checkpoint.resume={start}", "stop_after_steps=2"]
+        assert main(arguments) == 0
+        shutil.rmtree(folder / "checkpoints")
+        assert main(arguments) == 0
+        assert [row["step"] for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "train"] == [1, 2][step:]
+
+
 def test_prepare_and_train_on_shards(capsys: pytest.CaptureFixture[str], tmp_path: Path, run: Path) -> None:
     for number in range(3):
         (tmp_path / f"text_{number}.txt").write_text(f"the text of file {number}, line by line\n" * 400)

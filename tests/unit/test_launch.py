@@ -16,7 +16,6 @@ import torch
 from omn_dist.cli import main
 from omn_dist.launch.agent import SignalRelay, combined_status
 from omn_dist.launch.checks import (
-    check_address,
     check_disk,
     check_gpus,
     check_interface_choice,
@@ -26,10 +25,11 @@ from omn_dist.launch.checks import (
 )
 from omn_dist.launch.job_layout import read_layout, tasks_by_node
 from omn_dist.launch.meeting import Meeting
-from omn_dist.launch.network import Interface, is_free, list_interfaces, next_free_port, port_of_job, resolve, source_address
+from omn_dist.launch.network import Interface, list_interfaces, next_free_port, port_of_job
 from omn_dist.launch.submit import JobConfig, sbatch_command, time_limit_seconds
 from omn_dist.settings import SettingsError, from_mapping
 from omn_dist.studies.throughput import throughput_table
+from omn_dist.train.meeting_point import MissingMembersError, check_address, resolve, source_address, why_not_free
 
 REPOSITORY = Path(__file__).parents[2]
 MICRO = REPOSITORY / "tests" / "micro.yaml"
@@ -138,9 +138,9 @@ def test_ports() -> None:
     assert [port_of_job(job) for job in (7, 8, 10_007)] == [20_007, 20_008, 20_007]
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert not is_free(port)
+        assert why_not_free(port) == "Address already in use"
         assert next_free_port(port) > port
-    assert is_free(port)
+    assert why_not_free(port) is None
 
 
 def test_disk_counts_weights_and_state_of_two_checkpoints() -> None:
@@ -148,9 +148,13 @@ def test_disk_counts_weights_and_state_of_two_checkpoints() -> None:
     groups = [{"algorithm": "muon", "params": [matrix]}, {"algorithm": "adamw", "params": [gain]}]
     # AdamW's step counter is one fp32 number for each parameter.
     assert checkpoint_bytes(groups) == 4 * (100 * 2 + 5 * 3 + 1)
-    assert check_disk(Path("runs"), 1720, 860) == []
-    (line,) = check_disk(Path("runs"), 3 << 29, 1 << 30)
+    assert check_disk(Path("runs"), 1720, 860, num_saved=0) == []
+    (line,) = check_disk(Path("runs"), 3 << 29, 1 << 30, num_saved=0)
     assert "found 1.50 GiB free, expected at least 2.00 GiB for 2 checkpoints" in line
+    # A requeued job has the last checkpoint already, which took the room that was there at first.
+    assert check_disk(Path("runs"), 3 << 29, 1 << 30, num_saved=1) == []
+    assert check_disk(Path("runs"), 3 << 29, 1 << 30, num_saved=7) == []
+    assert "expected at least 1.00 GiB for 1 checkpoint;" in check_disk(Path("runs"), 1 << 29, 1 << 30, num_saved=2)[0]
 
 
 def test_gpus() -> None:
@@ -198,12 +202,12 @@ def test_a_meeting_gives_everybody_the_facts_of_everybody() -> None:
 def test_a_meeting_that_somebody_misses_names_who() -> None:
     port = next_free_port(23_500)
     meeting = _meet(port, 0, 3, seconds=0.5)
-    with pytest.raises(SettingsError, match=r"found 1 of 3 members within 0.5 s, missing \[1, 2\]"):
+    with pytest.raises(MissingMembersError, match=r"found 1 of 3 members within 0.5 s, missing \[1, 2\]"):
         meeting.exchange("here")
-    with pytest.raises(SettingsError, match=f"port {port} on .*: taken by another program"):
+    with pytest.raises(SettingsError, match=f"MASTER_PORT: found {port}, on which .* cannot listen"):
         _meet(port, 0, 3)
     nobody = next_free_port(port + 1)
-    with pytest.raises(SettingsError, match=f"meeting at 127.0.0.1:{nobody}: member 1 of 2 .* found nobody within 1 s"):
+    with pytest.raises(MissingMembersError, match=f"meeting at 127.0.0.1:{nobody}: member 1 of 2 .* found nobody within 1 s"):
         _meet(nobody, 1, 2, seconds=1)
 
 
