@@ -15,6 +15,7 @@ from torch import Tensor
 from omn_dist.algorithms.coefficients import QUINTIC, Coefficients, Schedule, make_schedule
 from omn_dist.algorithms.iteration import ITERATES, TORCH_ITERATION, FormChoice, IterationKernels, chosen_form, gram_form
 from omn_dist.algorithms.scratch import Scratch
+from omn_dist.algorithms.switches import default_products
 from omn_dist.settings import SettingsError, unknown_name
 
 RecipeName = Literal["omn", "torch", "scaled"]
@@ -197,7 +198,7 @@ def orthogonalize(direction: Tensor, recipe: RecipeName | Recipe = "omn") -> Ten
     dtype = direction.dtype if recipe.restore_dtype else recipe.dtype
     out = torch.empty(direction.shape, dtype=dtype, device=direction.device)
     if direction.numel():
-        with torch.autocast(direction.device.type, enabled=False):
+        with torch.autocast(direction.device.type, enabled=False), default_products:
             orthogonalize_into(out, direction, recipe, Scratch())
     return out
 

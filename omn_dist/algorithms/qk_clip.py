@@ -90,7 +90,8 @@ def largest_logits(
         last = first + queries.size(-2)
         for start in range(0, min(num_keys, last) if is_causal else num_keys, block):
             keys = key[:, :, None, start : start + block].float()
-            logits = (queries @ keys.mT).flatten(1, 2).abs_()
+            with torch.autocast(query.device.type, enabled=False):
+                logits = (queries @ keys.mT).flatten(1, 2).abs_()
             if is_causal and start + keys.size(-2) > first + 1:
                 hidden = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu_(first - start + 1)
                 logits.masked_fill_(hidden, 0)

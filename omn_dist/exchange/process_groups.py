@@ -10,7 +10,7 @@ import torch.distributed as dist
 # rank is in, and offers no public way to read that number. Seen in torch 2.9 and 2.13.
 from torch.distributed.distributed_c10d import _world
 
-from omn_dist.exchange.transport import all_gather_single
+from omn_dist.exchange.grid import Grid, find_difference
 from omn_dist.plan.plan import Plan
 
 
@@ -108,22 +108,10 @@ def compare_plans(plan: Plan, group: dist.ProcessGroup, device: torch.device) ->
     Raises:
         ValueError: on all ranks, when plans differ; the message has the first difference.
     """
-    size = dist.get_world_size(group)
-    mine = torch.tensor(list(bytes.fromhex(plan.hash)), dtype=torch.uint8, device=device)
-    everybody = torch.empty(size * mine.numel(), dtype=torch.uint8, device=device)
-    all_gather_single(everybody, mine, group=group)
-    hashes = everybody.view(size, -1).tolist()
-    if all(other == hashes[0] for other in hashes):
-        return
-    descriptions: list[tuple[str, ...] | None] = [None] * size
-    dist.all_gather_object(descriptions, plan.description, group=group)
-    first = descriptions[0] or ()
-    for rank, other in enumerate(descriptions):
-        if other is None or other == first:
-            continue
-        here = next((line for line in first if line not in other), "nothing more")
-        there = next((line for line in other if line not in first), "nothing more")
+    grid = Grid.of_group(group)
+    found = find_difference(plan.description, grid, device)
+    if found is not None:
         raise ValueError(
-            f"plan: ranks 0 and {rank} of {size} differ, expected the same parameters and options on all; "
-            f"rank 0 has {here!r}, rank {rank} has {there!r}"
+            f"plan: ranks {found.first_rank} and {found.other_rank} of {len(grid.ranks)} differ, expected the same options on all; "
+            f"rank {found.first_rank} has {found.first_line!r}, rank {found.other_rank} has {found.other_line!r}"
         )

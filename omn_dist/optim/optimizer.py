@@ -16,13 +16,16 @@ from torch._compile import _disable_dynamo
 from typing_extensions import override
 
 from omn_dist.algorithms.scratch import Scratch
+from omn_dist.algorithms.switches import default_products
 from omn_dist.exchange.process_groups import SharedGroups
 from omn_dist.kernels import choose_kernels
+from omn_dist.optim.agreement import check_agreement
 from omn_dist.optim.domains import Domain, build_domains
 from omn_dist.optim.groups import check_parameter, check_saved_groups, complete_group
 from omn_dist.optim.options import Options
 from omn_dist.optim.overlap import EarlyGathers, can_leave_early
 from omn_dist.optim.presets import Preset, resolve_preset
+from omn_dist.optim.replicas import check_state_copies, warn_of_unequal_copies
 from omn_dist.optim.rules.registry import rule_by_name
 from omn_dist.optim.rules.rule import Tools
 from omn_dist.optim.shard_step import Rows, find_rows, step_rows, step_shards
@@ -78,6 +81,9 @@ class DualOptimizer(torch.optim.Optimizer):
                 numbered as in the plan) by matrix name. A team's results are reproducible, but not
                 bitwise those of one process (docs/numerics.md has the tolerance). NorMuon, vectors,
                 guards and the Gram form keep one owner. Not together with ``owners``.
+            verify_replicas: compare copies of parameters on construction, as :meth:`check_replicas`
+                does, and warn on all ranks when they differ. ``False``: do not, for weights that
+                are loaded later.
             kernels: ``"auto"``: C kernels for what they can take, chosen when the optimizer is
                 built. ``"torch"``: none, with the same bits. The environment variable
                 ``OMN_DIST_KERNELS=torch`` does the same.
@@ -88,7 +94,8 @@ class DualOptimizer(torch.optim.Optimizer):
 
     Raises:
         ValueError: no group, an unknown algorithm, field, option or preset, a parameter that its
-            rule cannot update, or ranks whose plans differ (on all of them, naming the difference).
+            rule cannot update, or ranks whose plans, parameters or order of parameters differ (on
+            all of them, naming the difference).
         NotImplementedError: a placement that is not supported.
 
     Collective: all ranks of the parameters' mesh construct it and call ``step``.
@@ -117,6 +124,8 @@ class DualOptimizer(torch.optim.Optimizer):
         self._tools = self._make_tools()
         super().__init__(given, {"lr": self._preset.lr})
         self._domains = self._build_domains()
+        if self._options.verify_replicas:
+            warn_of_unequal_copies(self.param_groups, self._shared.replicas)
 
     @property
     def preset(self) -> Preset:
@@ -164,6 +173,24 @@ class DualOptimizer(torch.optim.Optimizer):
         self._warn_of_half_precision(group)
         if self._domains is not None:
             self._domains = self._build_domains()
+            if self._options.verify_replicas:
+                warn_of_unequal_copies([group], self._shared.replicas)
+
+    def check_replicas(self) -> None:
+        """Check that ranks which hold copies of a parameter have the same bits, state included.
+
+        Copies are DTensors on the mesh axes that replicate them (HSDP), and plain tensors on the
+        ranks of ``process_group`` (DDP). They are compared by checksums of their bits, in a few
+        small collectives for all parameters together. The host waits for the device. Nothing
+        changes.
+
+        Raises:
+            ValueError: on all ranks that share the parameter. It names the first one that differs,
+                or its state, and two ranks that hold different copies.
+
+        Collective: all ranks call it between the same steps.
+        """
+        check_state_copies(self.param_groups, self.state, self._shared.replicas)
 
     @contextmanager
     def overlap_backward(self) -> Iterator[None]:
@@ -208,8 +235,8 @@ class DualOptimizer(torch.optim.Optimizer):
         """Update every parameter that has a gradient; gradients are not changed.
 
         Collective over the parameters' mesh. On CUDA there is no host synchronisation unless a
-        gradient is missing. Autocast and torch.compile around it have no effect. Returns what
-        ``closure`` returns.
+        gradient is missing. Autocast, torch.compile and torch's switches of matrix products
+        (``set_float32_matmul_precision``, TF32) have no effect. Returns what ``closure`` returns.
 
         Raises:
             RuntimeError: no parameter has a gradient on any rank (backward did not run, or the
@@ -227,6 +254,7 @@ class DualOptimizer(torch.optim.Optimizer):
         return loss
 
     @_disable_dynamo
+    @default_products
     def _step(self) -> None:
         domains = self._built()
         gradients = {
@@ -312,6 +340,7 @@ class DualOptimizer(torch.optim.Optimizer):
         return Tools(choose_kernels(self._options.kernels), Scratch(), self._options.batch_invariant)
 
     def _build_domains(self) -> list[Domain]:
+        check_agreement(self.param_groups, self._shared.replicas)
         groups = self._groups(needs_owner=True)
         self._rows = find_rows(groups)
         domains = build_domains(groups, self._preset.communication_dtype, self._options, self._shared, self.state, self._tools)

@@ -28,6 +28,7 @@ class Options:
     copies: Copies | Literal["auto"] = "share"
     teams: Teams = "never"
     master_weights: bool = False
+    verify_replicas: bool = True
     kernels: KernelChoice = "auto"
 
     def __post_init__(self) -> None:

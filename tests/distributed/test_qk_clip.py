@@ -54,6 +54,13 @@ def test_blocks_see_every_visible_logit(block: int, num_key_heads: int, num_keys
     assert torch.allclose(largest_logits(query, key, scale=-2.0, block=block), _all_logits(query, key, 2.0), rtol=1e-6)
 
 
+def test_logits_are_computed_in_fp32_under_autocast() -> None:
+    query, key = torch.randn(2, 1, 2, 64, 32, generator=torch.Generator().manual_seed(0)).unbind()
+    expected = largest_logits(query, key)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(largest_logits(query, key), expected)
+
+
 def test_factors() -> None:
     gamma = clip_factors(torch.tensor([5.0, 10.0, 20.0, math.nan, math.inf, 0.0]), 5.0)
     assert gamma.tolist() == [1.0, 0.5, 0.25, 1.0, 1.0, 1.0]

@@ -26,6 +26,20 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
     torch.set_default_dtype(before)
 
 
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def _matmul_precision(precision: str) -> Iterator[None]:
+    torch.set_float32_matmul_precision(precision)
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
 SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "nothing": nullcontext,
     "default dtype bfloat16": lambda: _default_dtype(torch.bfloat16),
@@ -33,6 +47,9 @@ SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "default device meta": lambda: torch.device("meta"),
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "inference mode": torch.inference_mode,
+    "deterministic algorithms": _deterministic,
+    "matmul precision medium": lambda: _matmul_precision("medium"),
+    "no oneDNN": lambda: torch.backends.mkldnn.flags(enabled=False),  # type: ignore[no-untyped-call]
 }
 
 
