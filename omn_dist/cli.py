@@ -22,8 +22,7 @@ from omn_dist.launch.report import describe_layout, describe_machine
 from omn_dist.launch.start import enter_rank, machine_problems, meeting_problems, start_machine
 from omn_dist.launch.submit import submit
 from omn_dist.models.targets import is_model_target, meta_model
-from omn_dist.optim.presets import resolve_preset
-from omn_dist.optim.state import format_state_bytes
+from omn_dist.optim.state_bytes import format_state_bytes
 from omn_dist.roles import format_groups, route_parameters
 from omn_dist.roles.algorithms import algorithm_kind
 from omn_dist.roles.report import draw_routes, format_all, format_routes, json_lines
@@ -189,6 +188,8 @@ def _check(config: RunConfig, world_size: int) -> int:
     if config.device == "cuda":
         check_num_gpus(1)
     checks = preflight(config, world_size)
+    if config.optimizer.rules:
+        build_groups(config, build_meta_model(config))
     for change in checks.changes:
         print(f"differs from the checkpoint: {change}")
     start = "a fresh start" if checks.resume is None else f"continues {checks.resume.path}"
@@ -232,7 +233,7 @@ def _routes(parsed: argparse.Namespace) -> int:
         config = load_config(parsed.config, parsed.overrides)
         model = build_meta_model(config)
     try:
-        routes = route_parameters(model)
+        routes = route_parameters(model, None if config is None else config.optimizer.rules)
     except ValueError as error:
         raise SettingsError(str(error)) from None
     for route in routes:
@@ -256,10 +257,14 @@ def _print_groups(config: RunConfig, model: torch.nn.Module) -> None:
     print(f"\n{format_groups(groups, model)}")
     print(f"unique parameters: {sum(parameter.numel() for parameter in model.parameters()):,}")
     print(f"state_dict entries: {len(model.state_dict())}")
-    preset = resolve_preset(config.optimizer.preset, config.optimizer.overrides)
-    print(format_state_bytes(groups, preset.algorithm))
-    decaying = [name for group in groups if group["weight_decay"] > 0 for name in group["param_names"]]
-    print(f"weight decay: configured {config.optimizer.weight_decay:g}, in effect on {len(decaying)} tensors")
+    print(format_state_bytes(groups))
+    tensors: dict[float, int] = {}
+    for group in groups:
+        tensors[group["weight_decay"]] = tensors.get(group["weight_decay"], 0) + len(group["param_names"])
+    print("weight decay in effect:", ", ".join(f"{decay:g} on {count:,} tensors" for decay, count in sorted(tensors.items())))
+    decay = config.optimizer.weight_decay
+    if decay and not any(group["weight_decay"] and not algorithm_kind(group["algorithm"]).takes_matrices for group in groups):
+        print(f"optimizer.weight_decay: configured {decay:g}, in effect on 0 tensors, since only matrices of this model decay")
 
 
 def _prepare(parsed: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ from a nested mapping, check the types, and suggest the nearest known key for an
 import dataclasses
 import difflib
 import importlib
+import numbers
 import sys
 import types
 import typing
@@ -14,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_NUMBERS: Mapping[Any, Any] = {int: numbers.Integral, float: numbers.Real}
 
 
 class SettingsError(ValueError):
@@ -74,7 +76,8 @@ def replace(settings: T, overrides: Mapping[str, Any], *, path: str = "") -> T:
 def convert(hint: Any, value: Any, *, path: str) -> Any:
     """``value`` as the annotated type ``hint``.
 
-    Integers and numbers in strings become floats, and lists become tuples, where the type says so.
+    Numbers of other libraries, integers and numbers in strings become floats, and lists become
+    tuples, where the type says so.
 
     Raises:
         SettingsError: a value of another type; the message starts with ``path``.
@@ -118,9 +121,9 @@ def convert(hint: Any, value: Any, *, path: str) -> Any:
             return float(value)
         except ValueError:
             pass
-    elif hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    elif isinstance(hint, type) and isinstance(value, hint) and not (hint in (int, float) and isinstance(value, bool)):
+    elif hint in _NUMBERS and type(value) is not bool and isinstance(value, _NUMBERS[hint]):
+        return hint(value)
+    elif isinstance(hint, type) and isinstance(value, hint) and hint not in _NUMBERS:
         return value
     expected = hint.__name__ if isinstance(hint, type) and not parameters else str(hint).replace("typing.", "")
     raise SettingsError(f"{path}: found {value!r}, expected {expected}")

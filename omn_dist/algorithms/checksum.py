@@ -9,6 +9,7 @@ from torch import Tensor
 _WORD_BYTES = 8
 _CPU_CHUNK_WORDS, _CHUNK_WORDS = 2**16, 2**22
 """Words that are mixed at a time. On a CPU they stay in a core's cache."""
+_SAMPLE_BLOCK, _SAMPLE_BLOCKS = 4096, 2
 _FIRST_FACTOR, _SECOND_FACTOR = 0x5851F42D4C957F2D, 0x2545F4914F6CDD1D
 """Odd, so that a product loses no bit. Sources: D. Knuth, MMIX; G. Marsaglia, Xorshift RNGs."""
 
@@ -39,6 +40,21 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
         return torch.zeros(0, dtype=torch.int64, device="cpu")
     weights = _weights(_CPU_CHUNK_WORDS if tensors[0].is_cpu else _CHUNK_WORDS, tensors)
     return torch.stack([_checksum(tensor.detach().resolve_neg().contiguous().view(-1), weights) for tensor in tensors])
+
+
+def sampled(tensor: Tensor) -> Tensor:
+    """Two blocks of 4,096 elements that are spread over a large tensor; a small one is whole.
+
+    For a first look, whose cost must not be seen. Tensors from different seeds differ in it. Not
+    collective.
+    """
+    elements = tensor.detach().resolve_neg()
+    if elements.numel() <= _SAMPLE_BLOCKS * _SAMPLE_BLOCK:
+        return elements.reshape(-1)
+    if not elements.is_contiguous():  # its first elements along the last dim, without a copy of all
+        elements = elements.flatten(0, -2)[: -(-_SAMPLE_BLOCKS * _SAMPLE_BLOCK // elements.shape[-1])].reshape(-1)
+    blocks = elements.view(-1)[: elements.numel() // _SAMPLE_BLOCK * _SAMPLE_BLOCK].view(-1, _SAMPLE_BLOCK)
+    return blocks[:: max(1, len(blocks) // _SAMPLE_BLOCKS)][:_SAMPLE_BLOCKS]
 
 
 def _checksum(elements: Tensor, weights: Tensor) -> Tensor:

@@ -100,3 +100,18 @@ def find_difference(lines: Sequence[str], grid: Grid, device: torch.device) -> D
             if pair[0] != pair[1]:
                 return Difference(first_rank, rank, *pair)
     return None
+
+
+def first_problem(mine: str | None, grids: Sequence[Grid]) -> str | None:
+    """What the first rank that found a problem says; ``None`` when no rank found any. Collective.
+
+    Args:
+        mine: what this rank found.
+        grids: those that this rank is in, in one order on all ranks.
+    """
+    # Twice, so that what is found in one grid reaches those that are only in another. Each rank
+    # passes each of its grids equally often, whatever other grids it is in.
+    for grid in (*grids, *grids):
+        said = grid.gather_lines([] if mine is None else [mine])
+        mine = next((lines[0] for _, lines in said if lines), None)
+    return mine

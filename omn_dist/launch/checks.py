@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from omn_dist.launch.network import Interface
-from omn_dist.optim.state import state_bytes_by_algorithm
+from omn_dist.optim.state_bytes import state_bytes_by_algorithm
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables by which a user chooses the interface of a backend."""

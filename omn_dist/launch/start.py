@@ -43,7 +43,6 @@ from omn_dist.launch.job_layout import JobLayout, read_layout, read_number
 from omn_dist.launch.meeting import Meeting
 from omn_dist.launch.network import list_interfaces, next_free_port
 from omn_dist.launch.report import choose_interface, interface_problems
-from omn_dist.optim.presets import resolve_preset
 from omn_dist.settings import SettingsError
 from omn_dist.train.checkpointing import complete_checkpoints
 from omn_dist.train.config import RunConfig, load_config, to_mapping
@@ -62,7 +61,7 @@ def run_problems(config: RunConfig) -> list[str]:
     """Problems with the run folder: one line each. Allocates no weights."""
     folder = Path(config.run_folder)
     groups = build_groups(config, build_meta_model(config))
-    algorithm = resolve_preset(config.optimizer.preset, config.optimizer.overrides).algorithm
+    algorithm = config.optimizer.recipe().algorithm
     num_saved = len(complete_checkpoints(folder / CHECKPOINTS))
     return check_disk(folder, free_bytes(folder), checkpoint_bytes(groups, algorithm), num_saved)
 

@@ -44,6 +44,8 @@ class EarlyGathers:
         with ExitStack() as stack:
             for name in set().union(*self._missing):
                 parameter, _ = self._domain.members[name]
+                if not parameter.requires_grad:  # frozen: no gradient comes, and its wave leaves in the step
+                    continue
                 handle = parameter.register_post_accumulate_grad_hook(partial(self._arrived, name))  # type: ignore[no-untyped-call]
                 stack.callback(handle.remove)
             yield

@@ -1,9 +1,12 @@
 """Recipes as data: one frozen object with every number of an optimizer, each open to override."""
 
 import dataclasses
+import typing
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
+
+from torch import Tensor
 
 from omn_dist.algorithms.coefficients import Coefficients
 from omn_dist.algorithms.iteration import FormChoice
@@ -11,9 +14,9 @@ from omn_dist.algorithms.momentum import MomentumRule
 from omn_dist.algorithms.newton_schulz import DtypeName, RecipeName
 from omn_dist.algorithms.scale import ScaleMode
 from omn_dist.optim.rules.normuon import Rescale
-from omn_dist.optim.rules.registry import BUILT_IN, rule_by_name
+from omn_dist.optim.rules.registry import BUILT_IN, ROW_PREFIX, rule_by_name
 from omn_dist.optim.rules.values import check_at_least_zero
-from omn_dist.settings import SettingsError, replace, unknown_name
+from omn_dist.settings import SettingsError, convert, replace, unknown_name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,7 +26,7 @@ class Preset:
     name: str
     """Name in the run record."""
     lr: float
-    """Peak learning rate of the matrix groups."""
+    """Peak learning rate of the matrix groups that bring none of their own."""
     weight_decay: float
     """Decoupled decay of the matrix groups that bring none of their own."""
     momentum: float
@@ -36,14 +39,15 @@ class Preset:
     """The numeric recipe of Newton-Schulz."""
     scale: ScaleMode
     """The shape factor, named by its formula in m rows and n columns."""
-    adamw_lr: float
-    """Peak learning rate of the AdamW groups."""
+    adamw_lr: float | None
+    """Peak learning rate of the AdamW groups that bring none of their own; ``None``: ``lr``."""
     adamw_betas: tuple[float, float]
     """Decay rates of AdamW's two moments."""
     adamw_eps: float
     """Term added to AdamW's denominator."""
-    adamw_weight_decay: float
-    """Decoupled decay of the AdamW groups that bring none of their own."""
+    adamw_weight_decay: float | None
+    """Decoupled decay of the AdamW groups that bring none of their own; ``None``:
+    ``weight_decay``."""
     communication_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of directions and updates in flight; ``auto``: the narrowest that loses nothing."""
     algorithm: str = "muon"
@@ -77,6 +81,8 @@ class Preset:
     """Names and values of fields that only the rule ``algorithm`` has (its ``own_fields``)."""
 
     def __post_init__(self) -> None:
+        for name, hint in typing.get_type_hints(type(self)).items():
+            convert(hint, getattr(self, name), path=name)
         if not rule_by_name(self.algorithm).takes_matrices:
             raise SettingsError(f"algorithm: found {self.algorithm!r}, expected one that updates matrices, such as 'muon'")
         fields = self.as_fields()
@@ -89,8 +95,23 @@ class Preset:
             raise SettingsError(f"adamw_betas: found {self.adamw_betas!r}, expected two numbers in [0, 1)")
 
     def as_fields(self) -> dict[str, Any]:
-        """All fields by name, those of ``own`` among them."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)} | dict(self.own)
+        """All fields by name, those of ``own`` too. AdamW's rate and decay are numbers."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)} | dict(self.own)
+        for name, shared in (("adamw_lr", self.lr), ("adamw_weight_decay", self.weight_decay)):
+            if fields[name] is None:
+                fields[name] = shared
+        return fields
+
+    def defaults(self, *, has_momentum: bool) -> dict[str, Any]:
+        """What a scheduler finds in ``optimizer.defaults``: rate, decay, and momentum or betas.
+
+        Args:
+            has_momentum: whether any group has a ``momentum``; else the fields are AdamW's.
+        """
+        fields = self.as_fields()
+        if has_momentum:
+            return {name: fields[name] for name in ("lr", "weight_decay", "momentum")}
+        return {name: fields[f"adamw_{name}"] for name in ("lr", "weight_decay", "betas")}
 
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
@@ -168,10 +189,10 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             nesterov=True,
             newton_schulz="scaled",
             scale="0.2*sqrt(max(m, n))",
-            adamw_lr=4.2e-4,
+            adamw_lr=None,
             adamw_betas=(0.9, 0.95),
             adamw_eps=1e-8,
-            adamw_weight_decay=0.1,
+            adamw_weight_decay=None,
         ),
         "qwen": Preset(
             name="qwen",
@@ -184,10 +205,10 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             schedule="polar_express",
             ns_steps=8,
             scale="0.2*sqrt(max(m, n))",
-            adamw_lr=4.2e-4,
+            adamw_lr=None,
             adamw_betas=(0.9, 0.95),
             adamw_eps=1e-8,
-            adamw_weight_decay=0.1,
+            adamw_weight_decay=None,
         ),
         "muonclip": Preset(
             name="muonclip",
@@ -199,14 +220,36 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             newton_schulz="scaled",
             schedule="cubic",
             scale="0.2*sqrt(max(m, n))",
-            adamw_lr=2e-4,
+            adamw_lr=None,
             adamw_betas=(0.9, 0.95),
             adamw_eps=1e-8,
-            adamw_weight_decay=0.1,
+            adamw_weight_decay=None,
             qk_clip=100.0,
         ),
     }
 )
+
+
+def field_type(field: str) -> Any:
+    """The annotated type of a field of a group that presets fill; ``Any`` for other fields."""
+    types = typing.get_type_hints(Preset)
+    # AdamW's fields have a prefix in presets, and in groups where they are for rows.
+    return types.get(field.removeprefix(ROW_PREFIX), types.get(ROW_PREFIX + field.removeprefix(ROW_PREFIX), Any))
+
+
+def plain_number(name: str, value: Any) -> Any:
+    """Tensors of one element as their numbers, alone or in a list or tuple; others as they are.
+
+    Raises:
+        SettingsError: a tensor of more elements, or of none; ``name`` is the field.
+    """
+    if type(value) in (list, tuple):
+        return type(value)(plain_number(name, item) for item in value)
+    if not isinstance(value, Tensor):
+        return value
+    if value.numel() != 1:
+        raise SettingsError(f"{name}: found a tensor of shape {tuple(value.shape)}, expected a number or a tensor of one element")
+    return value.item()
 
 
 def resolve_preset(preset: str | Preset, overrides: Mapping[str, Any] | None = None, *, other_names: Sequence[str] = ()) -> Preset:
@@ -214,7 +257,8 @@ def resolve_preset(preset: str | Preset, overrides: Mapping[str, Any] | None = N
 
     Args:
         preset: a name of ``PRESETS``, or a preset.
-        overrides: fields of a preset, and fields that only the rule ``algorithm`` has.
+        overrides: fields of a preset, and fields that only the rule ``algorithm`` has. A tensor of
+            one element counts as its number.
         other_names: what else a keyword may be, for the message about one that is unknown.
 
     Raises:
@@ -225,7 +269,9 @@ def resolve_preset(preset: str | Preset, overrides: Mapping[str, Any] | None = N
         if preset not in PRESETS:
             raise SettingsError(unknown_name("preset", preset, PRESETS))
         preset = PRESETS[preset]
-    overrides = dict(overrides or {})
+    if not isinstance(preset, Preset):
+        raise SettingsError(f"preset: found {preset!r}, expected a Preset or one of {', '.join(sorted(PRESETS))}")
+    overrides = {name: plain_number(name, value) for name, value in (overrides or {}).items()}
     own_fields = rule_by_name(overrides.get("algorithm", preset.algorithm)).own_fields
     own = {field: overrides.pop(field) for field in own_fields if field in overrides}
     known = [*(field.name for field in dataclasses.fields(preset)), *own_fields, *other_names]

@@ -228,11 +228,18 @@ class QKClip:
         """Restore what :meth:`state_dict` saved.
 
         Raises:
-            ValueError: the state has maxima of a layer that was not added here.
+            ValueError: the state has maxima of a layer that was not added here, or that has another
+                number of heads here.
         """
         unknown = sorted(set(state["largest"]) - set(self._layers))
         if unknown:
             raise ValueError(f"layer {unknown[0]}: in the saved state but not added here, expected the same layers")
+        for name, value in state["largest"].items():
+            if tuple(value.shape) != (self._layers[name].num_heads,):
+                raise ValueError(
+                    f"layer {name}: found maxima of shape {tuple(value.shape)} in the saved state, expected "
+                    f"{self._layers[name].num_heads} heads"
+                )
         self._num_steps = int(state["num_steps"])
         self._largest = {name: value.to(self._layers[name].largest.device) for name, value in state["largest"].items()}
 

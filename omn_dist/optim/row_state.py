@@ -36,20 +36,25 @@ def zeros_for_rows(name: str, parameter: Tensor, group: Mapping[str, Any]) -> Te
                 f"parameter {name} of shape {tuple(parameter.shape)}: found a shard of shape {sizes} on rank {rank}, expected "
                 "columns in every shard that has rows; choose sizes that the mesh axes divide, or put it on muon"
             )
-    placements: list[Placement] = [
-        Replicate() if not placement.is_replicate() and placement.dim % parameter.ndim in columns else placement  # type: ignore[attr-defined]
-        for placement in parameter.placements
-    ]
     local_shape = [1 if dim in columns else size for dim, size in enumerate(local_tensor(parameter).shape)]
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     return DTensor.from_local(
         torch.zeros(local_shape, dtype=torch.float32, device=parameter.device),
         parameter.device_mesh,
-        placements,
+        row_placements(parameter, group),
         run_check=False,
         shape=torch.Size(shape),
         stride=tuple(strides),
     )
+
+
+def row_placements(parameter: DTensor, group: Mapping[str, Any]) -> list[Placement]:
+    """The placements of a DTensor of row numbers: replicated on mesh axes that shard columns."""
+    columns = _column_dims(parameter, group)
+    return [
+        Replicate() if not placement.is_replicate() and placement.dim % parameter.ndim in columns else placement  # type: ignore[attr-defined]
+        for placement in parameter.placements
+    ]
 
 
 def row_shape(parameter: Tensor, group: Mapping[str, Any]) -> list[int]:

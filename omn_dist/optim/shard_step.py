@@ -13,7 +13,7 @@ from omn_dist.optim.groups import row_group
 from omn_dist.optim.rules.registry import FOR_ROWS, rule_by_name
 from omn_dist.optim.rules.rule import LocalShard, ShardRule, Tools
 from omn_dist.optim.shards import Gradients, part_of_shard
-from omn_dist.optim.state import MASTER
+from omn_dist.optim.state import MASTER, check_local, follow_parameter
 from omn_dist.optim.step import States
 from omn_dist.plan.geometry.layout import ShardRegion, intersect
 from omn_dist.plan.geometry.placement import as_matrix, local_tensor, parameter_layout
@@ -27,20 +27,32 @@ def step_shards(groups: Sequence[Mapping[str, Any]], states: States, gradients: 
         assert isinstance(rule, ShardRule), "the other groups go through the pipeline"
         with record_function(f"omn_dist::{rule.name}"):
             shards, followers = [], []
-            for parameter in group["params"]:
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
                 gradient, state = gradients[parameter], states[parameter]
                 if gradient is None:
                     continue
-                local, master = local_tensor(parameter).detach(), state.get(MASTER)
-                stepped = local if master is None else local_tensor(master)
-                kept = {key: local_tensor(state[key]) for key, _ in rule.state(group)}
+                local, kept = local_tensor(parameter).detach(), {key: local_tensor(state[key]) for key, _ in rule.state(group)}
+                stepped = _stepped(local, state.get(MASTER), kept)
+                check_local(name, local, {key: tensor for key, tensor in kept.items() if tensor.ndim})
                 shards.append(LocalShard(stepped, gradient.to(stepped.dtype), kept))
-                if master is not None:
+                if stepped is not local:
                     followers.append((local, stepped))
             if shards:
                 rule.update(shards, rule.settings(group), tools)
             for rounded, stepped in followers:
                 rounded.copy_(stepped)
+
+
+def _stepped(local: Tensor, master: Tensor | None, kept: Mapping[str, Tensor]) -> Tensor:
+    """What the step moves: the parameter, its master, or a copy in the wider dtype of its state."""
+    if master is not None:
+        follow_parameter(local_tensor(master), local)
+        return local_tensor(master)
+    widest = local.dtype
+    for tensor in kept.values():
+        if tensor.ndim:
+            widest = torch.promote_types(widest, tensor.dtype)
+    return local.to(widest)
 
 
 @dataclass(frozen=True)
@@ -102,6 +114,8 @@ def _step_rows(rows: Rows, state: Mapping[str, Any], gradient: Tensor, tools: To
     # are copied into one dense tensor.
     dense = {key: _dense(tensor, rows.regions) for key, tensor in kept.items()}
     parameter = _dense(stepped, rows.regions)
+    for tensor in kept.values():
+        parameter = parameter.to(torch.promote_types(parameter.dtype, tensor.dtype))
     shard = LocalShard(parameter, _dense(as_matrix(gradient, read_only=True), rows.regions).to(parameter.dtype), dense | before)
     FOR_ROWS.update([shard], FOR_ROWS.settings(row_group(rows.group)), tools)
     for key, tensor in kept.items():

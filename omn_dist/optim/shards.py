@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from omn_dist.optim.row_state import RowState, row_state
 from omn_dist.optim.rules.registry import matrix_rule
 from omn_dist.optim.rules.rule import MatrixRule
-from omn_dist.optim.state import MASTER
+from omn_dist.optim.state import MASTER, check_local, follow_parameter
 from omn_dist.plan.geometry.layout import ShardRegion
 from omn_dist.plan.geometry.matrix import Matrix
 from omn_dist.plan.geometry.placement import as_matrix, local_tensor
@@ -57,8 +57,8 @@ class MatrixShard:
     are made again.
     """
 
-    def __init__(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        self.parameter, self.group = parameter, group
+    def __init__(self, name: str, parameter: Tensor, group: dict[str, Any]) -> None:
+        self.name, self.parameter, self.group = name, parameter, group
         self.rule: MatrixRule = matrix_rule(group["algorithm"])
         self.settings: Any = None
         self.gradient: Tensor | None = None
@@ -85,8 +85,12 @@ class MatrixShard:
         if seen != self._seen:
             self._make_views(kept, master)
             self._seen = seen
+        if self.rounded is not None:
+            follow_parameter(self.stepped, self.rounded)
 
     def _make_views(self, kept: Mapping[str, Tensor], master: Tensor | None) -> None:
+        of_elements = {key: local_tensor(kept[key]) for key in kept if self._extents[key] == "elements"}
+        check_local(self.name, local_tensor(self.parameter), of_elements)
         local = as_matrix(local_tensor(self.parameter).detach())
         self.stepped = local if master is None else as_matrix(local_tensor(master))
         self.rounded = None if master is None else local

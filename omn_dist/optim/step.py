@@ -35,8 +35,8 @@ class MatrixStep(MatrixWork):
 
     def __init__(self, plan: Plan, members: Mapping[str, Member], rank: int, states: States, tools: Tools) -> None:
         self._plan, self._members, self._rank = plan, members, rank
-        self._states, self._tools = states, tools
-        self._shards = {name: MatrixShard(parameter, group) for name, (parameter, group) in members.items()}
+        self.states, self._tools = states, tools
+        self._shards = {name: MatrixShard(name, parameter, group) for name, (parameter, group) in members.items()}
         self._by_matrix = [self._shards[matrix.parameter_name] for matrix in plan.matrices]
         self._regions: dict[IndexedRegion, MatrixRegion] = {}
         self._zeros = Zeros()
@@ -71,7 +71,7 @@ class MatrixStep(MatrixWork):
 
     def _begin(self, name: str, gradient: Tensor | None, settings: Any) -> None:
         shard = self._shards[name]
-        shard.begin(self._states[shard.parameter], gradient, settings)
+        shard.begin(self.states[shard.parameter], gradient, settings)
 
     def saw_gradient(self) -> bool:
         """Whether another rank reported a gradient for a shard that has none here.

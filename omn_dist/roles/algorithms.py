@@ -20,6 +20,8 @@ class AlgorithmKind(NamedTuple):
     """Name in tables, such as ``AdamW``."""
     takes_matrices: bool
     """Whether it updates whole matrices, so that each of them needs an owner and perhaps a view."""
+    fields: tuple[str, ...] = ()
+    """Fields that its groups may have, for routing rules. Empty: not known, so all are taken."""
 
 
 _KINDS: dict[str, AlgorithmKind] = {}
@@ -44,7 +46,7 @@ def algorithm_kind(name: str) -> AlgorithmKind:
     Raises:
         SettingsError: no algorithm of this name; the message suggests the nearest one.
     """
-    if name not in _KINDS:
+    if not isinstance(name, str) or name not in _KINDS:
         raise SettingsError(unknown_name("algorithm", str(name), _KINDS))
     return _KINDS[name]
 

@@ -3,7 +3,7 @@
 import math
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from omn_dist.plan.geometry.views import View
 from omn_dist.roles.algorithms import algorithm_kind
@@ -28,6 +28,7 @@ Role = Literal[
     "fused",
 ]
 """What a parameter does. ``fused`` and ``stack`` hold several matrices in an unknown order."""
+ROLES: tuple[str, ...] = get_args(Role)
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|module)\.(?=.)")
 
 
@@ -45,6 +46,8 @@ class Route:
     reason: str
     view: View | None = None
     """How a matrix parameter splits into matrices; ``None`` when it is a single matrix."""
+    fields: tuple[tuple[str, Any], ...] = ()
+    """Names and values of the fields of its group that rules give, sorted by name."""
 
     @property
     def name(self) -> str:

@@ -74,21 +74,20 @@ class _Parameter:
         return Route(self.names, self.shape, role, FOR_OTHERS, has_decay, reason)
 
 
-def route_parameters(model: nn.Module, rules: Mapping[Any, str] | None = None) -> list[Route]:
+def route_parameters(model: nn.Module, rules: Mapping[Any, str | Mapping[str, Any]] | None = None) -> list[Route]:
     """The routes of all trainable parameters, in the order of ``model.named_parameters()``.
 
     Args:
         model: on any device, meta included, sharded or not.
-        rules: glob patterns on names, modules or module classes, each with the name of a registered
-            algorithm. A rule overrides the role. Each rule must match a parameter, and two rules
-            must not give one parameter different algorithms. A convolution that a rule gives to an
-            algorithm for matrices becomes one matrix a channel group, its kernel flattened into
-            columns.
+        rules: as for ``build_parameter_groups``. Each pattern, module and class must match a
+            parameter. Two of them, or two roles, must not give one parameter different values of
+            one field. A convolution that a rule gives to an algorithm for matrices becomes one
+            matrix a channel group, its kernel flattened into columns.
 
     Raises:
-        ValueError: nothing is trainable; a rule names an unknown algorithm, matches nothing,
-            contradicts another, or asks for a matrix where there is none; a declared view does not
-            fit, contradicts another, or belongs to a parameter that cannot hold matrices.
+        ValueError: nothing is trainable; a rule names an unknown algorithm or field, matches
+            nothing, contradicts another, or asks for a matrix where there is none; a declared view
+            does not fit, contradicts another, or belongs to a parameter that cannot hold matrices.
 
     Not collective.
     """
@@ -96,7 +95,7 @@ def route_parameters(model: nn.Module, rules: Mapping[Any, str] | None = None) -
     routes = [_route(parameter) for parameter in parameters]
     if not routes:
         raise ValueError("model: no trainable parameter (all frozen, or none at all), expected at least one")
-    return apply_rules(routes, [parameter.parents for parameter in parameters], model, rules or {})
+    return apply_rules(routes, [parameter.parents for parameter in parameters], model, {} if rules is None else rules)
 
 
 def _trainable(model: nn.Module) -> list[_Parameter]:

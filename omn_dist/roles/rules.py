@@ -1,47 +1,60 @@
-"""Routing rules: algorithms that a user chooses for parameters, instead of those of their roles."""
+"""Routing rules: algorithms and fields that a user chooses for parameters or whole roles."""
 
 import fnmatch
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from omn_dist.plan.geometry.views import View
-from omn_dist.roles.algorithms import algorithm_kind
-from omn_dist.roles.role import Route, plain_name
-from omn_dist.settings import SettingsError
+from omn_dist.roles.algorithms import FOR_MATRICES, algorithm_kind, known_algorithms
+from omn_dist.roles.role import ROLES, Route, plain_name
+from omn_dist.settings import SettingsError, unknown_name
 
+_ALGORITHM = "algorithm"
 Parents = Sequence[tuple[nn.Module, str]]
 """The modules that have a parameter as their own, each with the attribute's name."""
 
 
-def apply_rules(routes: Sequence[Route], parents: Sequence[Parents], model: nn.Module, rules: Mapping[Any, str]) -> list[Route]:
+def apply_rules(
+    routes: Sequence[Route], parents: Sequence[Parents], model: nn.Module, rules: Mapping[Any, str | Mapping[str, Any]]
+) -> list[Route]:
     """The routes after the rules; ``parents`` are those of each route's parameter.
 
     Raises:
-        ValueError: a key that is no pattern or module, an algorithm that is not registered, or a
-            rule that matches nothing, contradicts another, or asks for a matrix where none is.
+        ValueError: a key that is no role, pattern or module; an algorithm that is not registered or
+            a field that it does not have; or a rule that matches nothing, contradicts another, or
+            asks for a matrix where none is.
+
+    Warns of a rule for a role that no parameter has.
     """
-    matched = dict.fromkeys(map(_rule_text, rules), 0)
-    for rule, algorithm in rules.items():
-        _check_algorithm(_rule_text(rule), algorithm)
-    below = {_rule_text(rule): _names_below(model, rule) for rule in rules if isinstance(rule, nn.Module)}
+    if not isinstance(rules, Mapping):
+        raise SettingsError(f"rules: found {rules!r}, expected a mapping of roles, name patterns, modules or module classes")
+    texts = {rule: _rule_text(rule) for rule in rules}
+    values = {rule: _rule_fields(texts[rule], value) for rule, value in rules.items()}
+    below = {texts[rule]: _names_below(model, rule) for rule in rules if isinstance(rule, nn.Module)}
+    matched = dict.fromkeys(rules, 0)
     result = []
     for route, its_parents in zip(routes, parents, strict=True):
         found = [rule for rule in rules if _matches(rule, route, its_parents, below)]
         for rule in found:
-            matched[_rule_text(rule)] += 1
-        texts = [_rule_text(rule) for rule in found]
-        algorithms = {rules[rule] for rule in found}
-        if len(algorithms) > 1:
-            raise ValueError(f"rules: {route.name} is matched by {texts} with different algorithms, expected one")
-        result.append(_follow(route, its_parents, texts[0], algorithms.pop()) if algorithms else route)
-    for text, count in matched.items():
+            matched[rule] += 1
+        given = _merged(route, [(rule in ROLES, texts[rule], values[rule]) for rule in found])
+        result.append(_follow(route, its_parents, given) if given else route)
+    for rule, count in matched.items():
         if count == 0:
-            raise ValueError(f"rules: pattern {text!r} matches no trainable parameter; names are like {routes[0].name!r}")
+            _report_unused(rule, texts[rule], routes)
     return result
+
+
+class _Given(NamedTuple):
+    """The value of one field, and the rule that gives it."""
+
+    value: Any
+    text: str
 
 
 def _rule_text(rule: Any) -> str:
@@ -51,14 +64,56 @@ def _rule_text(rule: Any) -> str:
         return f"module {type(rule).__name__} at {id(rule):#x}"
     if isinstance(rule, type) and issubclass(rule, nn.Module):
         return f"class {rule.__name__}"
-    raise ValueError(f"rules: found the key {rule!r}, expected a name pattern, a module or a module class")
+    raise SettingsError(f"rules: found the key {rule!r}, expected a role, a name pattern, a module or a module class")
 
 
-def _check_algorithm(text: str, algorithm: str) -> None:
-    try:
-        algorithm_kind(algorithm)
-    except SettingsError as error:
-        raise SettingsError(f"rules: {text!r} asks for an {error}") from None
+def _rule_fields(text: str, value: Any) -> dict[str, Any]:
+    """What a rule says, as fields of a group; an algorithm's name is the field ``algorithm``."""
+    if isinstance(value, str):
+        value = {_ALGORITHM: value}
+    if not isinstance(value, Mapping) or not all(isinstance(field, str) for field in value):
+        raise SettingsError(f"rules: found {value!r} for {text!r}, expected an algorithm's name or a mapping of fields of a group")
+    fields = {field: tuple(item) if isinstance(item, list) else item for field, item in value.items()}
+    if _ALGORITHM in fields:
+        try:
+            algorithm_kind(str(fields[_ALGORITHM]))
+        except SettingsError as error:
+            raise SettingsError(f"rules: {text!r} asks for an {error}") from None
+    return fields
+
+
+def _merged(route: Route, found: Sequence[tuple[bool, str, Mapping[str, Any]]]) -> dict[str, _Given]:
+    """The fields that the rules ``(is a role, text, fields)`` give to one parameter, by name.
+
+    A pattern, a module or a class beats a role, field by field.
+    """
+    merged: dict[str, _Given] = {}
+    for wanted in (True, False):
+        own: dict[str, _Given] = {}
+        for is_role, text, fields in found:
+            for field, value in fields.items() if is_role == wanted else ():
+                before = own.setdefault(field, _Given(value, text))
+                if before.value is not value and before.value != value:
+                    values = "algorithms" if field == _ALGORITHM else f"values of {field}, {before.value!r} and {value!r}"
+                    raise SettingsError(
+                        f"rules: {route.name} is matched by {[before.text, text]} with different {values}; expected one"
+                    )
+        merged |= own
+    return merged
+
+
+def _report_unused(rule: Any, text: str, routes: Sequence[Route]) -> None:
+    """Raise or warn: no parameter matches the rule."""
+    if rule in ROLES:
+        here = ", ".join(dict.fromkeys(route.role for route in routes))
+        warnings.warn(f"rules: no trainable parameter has the role {text!r}; roles of this model are {here}", stacklevel=5)
+        return
+    names = f"names are like {routes[0].name!r}"
+    if isinstance(rule, str) and rule.isidentifier():
+        raise SettingsError(
+            f"rules: {text!r} matches no trainable parameter ({names}), and is an {unknown_name('role', text, ROLES)}"
+        )
+    raise SettingsError(f"rules: pattern {text!r} matches no trainable parameter; {names}")
 
 
 def _names_below(model: nn.Module, module: nn.Module) -> set[str]:
@@ -71,14 +126,48 @@ def _names_below(model: nn.Module, module: nn.Module) -> set[str]:
 
 def _matches(rule: Any, route: Route, parents: Parents, below: Mapping[str, set[str]]) -> bool:
     if isinstance(rule, str):
-        return any(fnmatch.fnmatchcase(name, rule) for name in route.names)
+        return route.role == rule if rule in ROLES else any(fnmatch.fnmatchcase(name, rule) for name in route.names)
     if isinstance(rule, nn.Module):
         return bool(below[_rule_text(rule)] & set(route.names))
     return any(isinstance(module, rule) for module, _ in parents)
 
 
-def _follow(route: Route, parents: Parents, text: str, algorithm: str) -> Route:
-    """The route of a parameter that a rule gives to ``algorithm``."""
+def _follow(route: Route, parents: Parents, given: Mapping[str, _Given]) -> Route:
+    """The route of a parameter to which rules give an algorithm or fields of its group."""
+    if _ALGORITHM in given:
+        route = _on_algorithm(route, parents, *given[_ALGORITHM])
+    fields = {field: found for field, found in given.items() if field != _ALGORITHM}
+    known = _known_fields(route.algorithm)
+    for field, found in fields.items():
+        if known and field not in known:
+            label = algorithm_kind(route.algorithm).label
+            message = unknown_name("field", field, known)
+            raise SettingsError(f"rules: {found.text!r} gives {route.name}, which is on {label}, an {message}")
+    if not fields:
+        return route
+    said = ", ".join(f"{field}={found.value!r} by rule {found.text!r}" for field, found in fields.items())
+    decay = fields.get("weight_decay")
+    return replace(
+        route,
+        has_decay=route.has_decay if decay is None else bool(decay.value),
+        reason=f"{route.reason}; {said}",
+        fields=tuple(sorted((field, found.value) for field, found in fields.items())),
+    )
+
+
+def _known_fields(algorithm: str) -> tuple[str, ...]:
+    """The fields that a group on ``algorithm`` may have; empty where that is not known.
+
+    Which rule updates matrices is the preset's choice, so those may have the fields of any.
+    """
+    if algorithm != FOR_MATRICES:
+        return algorithm_kind(algorithm).fields
+    of_kinds = [kind.fields for kind in map(algorithm_kind, known_algorithms()) if kind.takes_matrices]
+    return tuple(dict.fromkeys(field for fields in of_kinds for field in fields)) if all(of_kinds) else ()
+
+
+def _on_algorithm(route: Route, parents: Parents, algorithm: str, text: str) -> Route:
+    """The route of a parameter that the rule ``text`` gives to ``algorithm``."""
     reason = f"rule {text!r}"
     if not algorithm_kind(algorithm).takes_matrices:
         return replace(route, algorithm=algorithm, view=None, reason=reason)
@@ -86,9 +175,9 @@ def _follow(route: Route, parents: Parents, text: str, algorithm: str) -> Route:
         return replace(route, algorithm=algorithm, reason=reason)
     view = next((view for module, attribute in parents if (view := _flattened_kernel(module, attribute, route.shape))), None)
     if view is None:
-        raise ValueError(
+        raise SettingsError(
             f"rules: {text!r} asks for {algorithm} on {route.name} of shape {route.shape}, expected a matrix; declare a view that "
-            "says which matrices it holds"
+            "says which matrices it holds, or give this parameter to another algorithm by its name"
         )
     return replace(route, algorithm=algorithm, view=view, reason=reason)
 

@@ -13,8 +13,8 @@ def format_groups(groups: Sequence[Mapping[str, Any]], model: nn.Module | None =
     """A table with one line a group: algorithm, decay, learning rate, sizes, view and names.
 
     Args:
-        groups: from ``build_parameter_groups``, or ``param_groups`` of an optimizer (which have
-            learning rates).
+        groups: ``param_groups`` of an optimizer, which have the rates and decays in effect; or from
+            ``build_parameter_groups``, where ``-`` is what the optimizer fills.
         model: if given, *entries* counts all names of tied weights, as a ``state_dict`` does.
 
     Rows of a view that AdamW updates have a line of their own below their group. If no parameter
@@ -39,8 +39,8 @@ def format_groups(groups: Sequence[Mapping[str, Any]], model: nn.Module | None =
         lines.append(
             (
                 kind.label,
-                f"{group['weight_decay']:g}",
-                _rate(group, "lr"),
+                _number(group, "weight_decay"),
+                _number(group, "lr"),
                 f"{len(names):,}",
                 f"{entries:,}",
                 f"{elements - in_rows:,}",
@@ -50,9 +50,9 @@ def format_groups(groups: Sequence[Mapping[str, Any]], model: nn.Module | None =
             )
         )
         if in_rows:
-            label, decay = algorithm_kind(FOR_OTHERS).label, f"{group.get('adamw_weight_decay', 0.0):g}"
+            label, decay, rate = algorithm_kind(FOR_OTHERS).label, _number(group, "adamw_weight_decay"), _number(group, "adamw_lr")
             share = f"{in_rows / total:.4%}"
-            lines.append((label, decay, _rate(group, "adamw_lr"), "0", "0", f"{in_rows:,}", share, "-", "(rows of the line above)"))
+            lines.append((label, decay, rate, "0", "0", f"{in_rows:,}", share, "-", "(rows of the line above)"))
     lines.append(("total", "", "", f"{num_tensors:,}", f"{num_entries:,}", f"{total:,}", f"{1:.4%}", "", ""))
     if all(line[7] in ("view", "-", "") for line in lines):
         lines = [(*line[:7], line[8]) for line in lines]
@@ -71,7 +71,7 @@ def align_columns(lines: Sequence[Sequence[str]], *, right: Container[int]) -> s
     )
 
 
-def _rate(group: Mapping[str, Any], field: str) -> str:
+def _number(group: Mapping[str, Any], field: str) -> str:
     return "-" if group.get(field) is None else f"{float(group[field]):g}"
 
 
@@ -79,8 +79,8 @@ def _with_empty_decay_group(groups: Sequence[Mapping[str, Any]]) -> list[Mapping
     """The groups, with an empty one that decays before the others where none of those decays."""
     shown = list(groups)
     others = [position for position, group in enumerate(shown) if not algorithm_kind(group["algorithm"]).takes_matrices]
-    if others and not any(shown[position]["weight_decay"] for position in others):
-        empty = {"algorithm": FOR_OTHERS, "weight_decay": shown[0]["weight_decay"], "params": [], "param_names": []}
+    if others and not any(shown[position].get("weight_decay", True) for position in others):
+        empty: dict[str, Any] = {"algorithm": FOR_OTHERS, "params": [], "param_names": []}
         shown.insert(others[0], empty)
     return shown
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from omn_dist.algorithms.newton_schulz import group_recipe
 from omn_dist.optim.presets import Preset, resolve_preset
-from omn_dist.optim.state import format_state_bytes
+from omn_dist.optim.state_bytes import format_state_bytes
 from omn_dist.plan.assign.strategies import STRATEGIES, Strategy, strategy_by_name
 from omn_dist.plan.geometry.layout import SHARD_ROWS, Layout
 from omn_dist.plan.geometry.views import View, matrices_of
@@ -123,7 +123,7 @@ def _models(parsed: argparse.Namespace) -> tuple[list[ModelShapes], Preset, dict
     options: dict[str, Any] = {"transport": config.optimizer.transport, "teams": config.optimizer.teams}
     if config.optimizer.wave_bytes is not None:
         options["wave_bytes"] = config.optimizer.wave_bytes
-    preset = resolve_preset(config.optimizer.preset, config.optimizer.overrides)
+    preset = config.optimizer.recipe()
     return [own, *models], preset, options, [format_state_bytes(groups, preset.algorithm)]
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import yaml
 
 from omn_dist.models import HuggingFaceConfig, OMNConfig
-from omn_dist.optim.presets import resolve_preset
+from omn_dist.optim.presets import Preset, resolve_preset
 from omn_dist.settings import SettingsError, from_mapping, import_module
 from omn_dist.train.data import DataConfig
 from omn_dist.train.precision import PrecisionConfig
@@ -30,13 +30,17 @@ class OptimizerConfig:
 
     preset: str = "omn"
     """Name of the recipe."""
-    weight_decay: float = 0.0
-    """Weight decay of routers, gates and convolutions, which AdamW updates. Matrices take the
-    preset's (``overrides.weight_decay`` changes it). Embeddings, heads, norms and biases never
-    decay. The table of groups and the run record show the decay of each group."""
+    weight_decay: float | None = None
+    """Weight decay of routers, gates and convolutions, which AdamW updates; it beats
+    ``overrides.adamw_weight_decay``. null: that, else the preset's. Matrices take the preset's, or
+    ``overrides.weight_decay``. Embeddings, heads, norms and biases never decay. The table of groups
+    and the run record show the decay of each group."""
     overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of the preset with another value, such as the peak learning rates ``lr`` (matrices)
     and ``adamw_lr``."""
+    rules: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Algorithm or fields of some parameters, by role or name pattern, such as
+    ``{embedding: {lr: 0.3}, "*.wpe*": adamw}``. They beat everything else."""
     rule_modules: tuple[str, ...] = ()
     """Modules to import before the optimizer is built, such as one that calls
     ``omn_dist.register_rule``; names as in ``import NAME``."""
@@ -61,15 +65,25 @@ class OptimizerConfig:
         # First, because a preset may name an algorithm that one of these modules registers.
         for module in self.rule_modules:
             import_module(module, path="optimizer.rule_modules")
-        _require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "a number of at least 0")
+        decay = self.weight_decay
+        _require(decay is None or decay >= 0, "optimizer.weight_decay", decay, "a number of at least 0, or null")
         if self.wave_bytes is not None:
             _require(self.wave_bytes > 0, "optimizer.wave_bytes", self.wave_bytes, "a positive number of bytes or null")
         if self.overlap_backward:
             _require(self.transport == "all_to_all", "optimizer.transport", self.transport, "all_to_all with overlap_backward")
         try:
-            resolve_preset(self.preset, self.overrides)
+            self.recipe()
         except SettingsError as error:
             raise SettingsError(f"optimizer: {error}") from None
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of the preset with another value, ``weight_decay`` among them."""
+        decay = {} if self.weight_decay is None else {"adamw_weight_decay": self.weight_decay}
+        return {**self.overrides, **decay}
+
+    def recipe(self) -> Preset:
+        """The preset with these fields."""
+        return resolve_preset(self.preset, self.fields())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

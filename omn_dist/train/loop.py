@@ -120,9 +120,9 @@ class _Trainer:
             self._update_norms.remember()
         # A window has the rate that the schedule has at its end, see schedule.py.
         tokens = clock.accepted_tokens + config.tokens_per_window
-        for group, peak in zip(run.optimizer.param_groups, run.peaks, strict=True):
+        for group, peak, row_peak in zip(run.optimizer.param_groups, run.peaks, run.row_peaks, strict=True):
             group["lr"] = learning_rate(config.schedule, peak, tokens)
-            set_row_lr(group, learning_rate(config.schedule, run.optimizer.preset.adamw_lr, tokens))
+            set_row_lr(group, learning_rate(config.schedule, row_peak, tokens))
         stepping = time.perf_counter()
         run.optimizer.step()
         self._wait_for_device()

@@ -40,6 +40,8 @@ _REPORTED = (
     "schedule.stable_until_tokens",
     "batch.micro_batch",
     "batch.max_consecutive_rejected",
+    # What it changes is compared by parameter when the optimizer is loaded.
+    "optimizer.weight_decay",
     "optimizer.rule_modules",
     "optimizer.wave_bytes",
     "optimizer.transport",

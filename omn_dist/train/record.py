@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from omn_dist import __version__
-from omn_dist.optim.state import state_bytes
+from omn_dist.optim.state_bytes import state_bytes
 from omn_dist.train.config import RunConfig, to_mapping
 from omn_dist.train.files import write_durably
 from omn_dist.train.norms import GroupView
@@ -76,6 +76,7 @@ def describe_optimizer(
             "preset": config.optimizer.preset,
             "weight_decay": config.optimizer.weight_decay,
             "overrides": dict(config.optimizer.overrides),
+            "rules": dict(config.optimizer.rules),
         },
         "effective": effective,
     }

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from omn_dist import DualOptimizer, build_parameter_groups
 from omn_dist.models import OMN, HuggingFaceConfig, LanguageModel, shard_model
 from omn_dist.models.huggingface import initialized
-from omn_dist.optim.presets import resolve_preset
+from omn_dist.optim.groups import complete_group
 from omn_dist.roles import format_groups
-from omn_dist.roles.algorithms import algorithm_kind
+from omn_dist.settings import SettingsError
 from omn_dist.train.checkpointing import load_checkpoint
 from omn_dist.train.config import RunConfig
 from omn_dist.train.metrics import MetricsFile
@@ -46,6 +46,8 @@ class Run:
     """Parallel to ``optimizer.param_groups``."""
     peaks: tuple[float, ...]
     """Peak learning rate of each group, parallel to ``groups``."""
+    row_peaks: tuple[float, ...]
+    """Peak learning rate of the AdamW rows of each group; 0 where it has none."""
     clock: TokenClock
     metrics: MetricsFile | None
     """On the first rank; ``None`` on the others."""
@@ -84,22 +86,22 @@ def build_model(config: RunConfig, device: torch.device) -> LanguageModel:
 
 
 def build_groups(config: RunConfig, model: nn.Module) -> list[dict[str, Any]]:
-    """Parameter groups of a model, which may be on any device. Not collective.
+    """Parameter groups of a model, which may be on any device, with every field. Not collective.
 
-    Matrices have the preset's weight decay, other parameters that decay ``optimizer.weight_decay``.
+    Raises:
+        SettingsError: a rule of ``optimizer.rules`` that cannot be applied.
     """
-    groups = build_parameter_groups(model, weight_decay=config.optimizer.weight_decay)
-    preset = resolve_preset(config.optimizer.preset, config.optimizer.overrides)
-    for group in groups:
-        if algorithm_kind(group["algorithm"]).takes_matrices:
-            group["weight_decay"] = preset.weight_decay
-    return groups
+    try:
+        groups = build_parameter_groups(model, rules=config.optimizer.rules)
+        return [complete_group(group, config.optimizer.recipe(), 0) for group in groups]
+    except SettingsError as error:
+        raise SettingsError(f"optimizer: {error}") from None
 
 
 def build_optimizer(config: RunConfig, model: LanguageModel) -> DualOptimizer:
     """The optimizer of a model. Collective: all ranks must call, and compare their plans."""
     settings = config.optimizer
-    options: dict[str, Any] = dict(settings.overrides) | {
+    options: dict[str, Any] = settings.fields() | {
         "transport": settings.transport,
         "teams": settings.teams,
         "batch_invariant": settings.batch_invariant,
@@ -126,6 +128,7 @@ def set_up(config: RunConfig, ranks: Ranks) -> Run:
     optimizer = build_optimizer(config, model)
     groups = view_groups(optimizer.param_groups)
     peaks = tuple(float(group["lr"]) for group in optimizer.param_groups)
+    row_peaks = tuple(float(group.get("adamw_lr", 0.0)) for group in optimizer.param_groups)
     clock = TokenClock()
     if checks.resume is not None:
         load_checkpoint(checks.resume, model, optimizer)
@@ -157,6 +160,7 @@ def set_up(config: RunConfig, ranks: Ranks) -> Run:
         optimizer=optimizer,
         groups=groups,
         peaks=peaks,
+        row_peaks=row_peaks,
         clock=clock,
         metrics=metrics,
         record=record,

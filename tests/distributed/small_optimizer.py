@@ -20,7 +20,7 @@ def small_optimizer(mesh: DeviceMesh | None = None, dtype: torch.dtype = torch.f
             {"params": matrices, "algorithm": "muon", "param_names": ["a", "b", "c"]},
             {"params": vectors, "algorithm": "adamw", "param_names": ["d", "e"]},
         ],
-        **options,
+        **{"preset": "omn", **options},
     )
 
 

@@ -173,3 +173,25 @@ def test_shards_without_names_and_of_equal_shapes_cause_one_warning() -> None:
     assert run_ranks(2, _unnamed, ((6,), (6,)), True) == [[], []]
     assert run_ranks(2, _unnamed, ((6,), (7,)), False) == [[], []]
     assert run_ranks(1, _unnamed, ((6,), (6,)), False) == [[]]
+
+
+def _loaded_on_two_meshes() -> str:
+    """A state dict that does not fit on rank 1, for a parameter that rank 2 does not have."""
+    world, pair = init_device_mesh("cpu", (3,)), DeviceMesh("cpu", [0, 1])
+    (weight,) = whole_tensors(((6,),), 0)
+    groups = [{"params": [sharded(weight, world)], "param_names": ["shared"], "algorithm": "adamw"}]
+    if dist.get_rank() < 2:
+        groups.insert(0, {"params": [sharded(weight, pair)], "param_names": ["of two"], "algorithm": "adamw"})
+    optimizer = DualOptimizer(groups)
+    saved = copy.deepcopy(optimizer.state_dict())
+    if dist.get_rank() == 1:
+        saved["state"][0]["exp_avg"] = torch.zeros(2)
+    with pytest.raises(ValueError, match="load_state_dict") as caught:
+        optimizer.load_state_dict(saved)
+    return str(caught.value)
+
+
+def test_a_state_dict_is_refused_on_all_meshes() -> None:
+    messages = run_ranks(3, _loaded_on_two_meshes)
+    assert len(set(messages)) == 1
+    assert "parameter of two: exp_avg: found a float32 tensor of shape (2,)" in messages[0]

@@ -27,7 +27,7 @@ def _build(mesh: DeviceMesh | None, **options: Any) -> tuple[list[nn.Parameter],
         {"params": matrices, "param_names": NAMES, "algorithm": "muon", "weight_decay": 0.1},
         {"params": vectors, "algorithm": "adamw", "weight_decay": 0.02},
     ]
-    return matrices, vectors, DualOptimizer(groups, **options)
+    return matrices, vectors, DualOptimizer(groups, **{"preset": "omn", **options})
 
 
 def _gradients(step: int) -> tuple[list[Tensor], list[Tensor]]:

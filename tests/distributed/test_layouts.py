@@ -158,7 +158,7 @@ def _copies_share_the_work() -> tuple[float, list[bytes]]:
     mesh = init_device_mesh("cpu", (2, 2))
     weights = whole_tensors([(16, 16)] * 8, 0)
     parameters = [sharded(tensor, mesh, (COPY, ROWS)) for tensor in weights]
-    optimizer = DualOptimizer([{"params": parameters, "algorithm": "muon"}])
+    optimizer = DualOptimizer([{"params": parameters, "algorithm": "muon"}], preset="omn")
     (plan,) = optimizer.plans
     share = float(plan.flops_by_rank[dist.get_rank()] / plan.flops_by_rank.sum())
     for step in range(3):
@@ -179,7 +179,7 @@ def test_copies_divide_the_work_and_stay_equal() -> None:
 def _copies_repeat_the_work(mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]) -> tuple[int, int]:
     mesh = init_device_mesh("cpu", mesh_shape)
     parameters = [sharded(tensor, mesh, placements) for tensor in whole_tensors(SHAPES, 0)]
-    optimizer = DualOptimizer(_groups(parameters), copies="repeat")
+    optimizer = DualOptimizer(_groups(parameters), copies="repeat", preset="omn")
     rank = 0
     for size, position, placement in zip(mesh.shape, mesh.get_coordinate() or (), placements, strict=True):
         if placement != COPY:
@@ -203,7 +203,7 @@ def _copies_along_different_axes() -> list[int]:
     placements = ((COPY, ROWS), (ROWS, COPY), (ROWS, ROWS))
     tensors = whole_tensors(SHAPES, 0)
     parameters = [sharded(tensor, mesh, placements[index % 3]) for index, tensor in enumerate(tensors)]
-    optimizer = DualOptimizer(_groups(parameters), copies="repeat")
+    optimizer = DualOptimizer(_groups(parameters), copies="repeat", preset="omn")
     _check_weights(optimizer, parameters, "omn")
     return [plan.world_size for plan in optimizer.plans]
 
@@ -229,7 +229,7 @@ def test_auto_shares_what_is_worth_sending(size: int, world_size: int) -> None:
 def _transposed_numbering() -> None:
     mesh = DeviceMesh("cpu", [[0, 2], [1, 3]])
     parameters = [sharded(tensor, mesh, (ROWS, COLUMNS)) for tensor in whole_tensors(SHAPES, 0)]
-    _check(DualOptimizer(_groups(parameters)), parameters, "omn")
+    _check(DualOptimizer(_groups(parameters), preset="omn"), parameters, "omn")
 
 
 def test_a_mesh_that_numbers_its_ranks_otherwise() -> None:
@@ -246,7 +246,7 @@ def _several_meshes() -> None:
     ]
     parameters = [sharded(tensor, *layouts[index % len(layouts)]) for index, tensor in enumerate(whole_tensors(SHAPES, 0))]
     with pytest.warns(UserWarning, match="matrices are plain tensors"):
-        optimizer = DualOptimizer(_groups(parameters))
+        optimizer = DualOptimizer(_groups(parameters), preset="omn")
     # All four ranks, this rank's pair of the inner axis, and this process alone.
     assert [plan.world_size for plan in optimizer.plans] == [4, 2, 1]
     _check_weights(optimizer, parameters, "omn")
@@ -290,7 +290,7 @@ def _real(kind: str, hidden: int) -> None:
     else:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
-    optimizer = DualOptimizer(build_parameter_groups(model), **options)
+    optimizer = DualOptimizer(build_parameter_groups(model), **{"preset": "omn", **options})
     reference = OMNReference(weights)
     for step in range(2):
         # A real backward, so that gradients come with the placements that FSDP2 gives them; then values that are known.
@@ -329,7 +329,7 @@ def _unused_on_one_rank() -> None:
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     model.set_reduce_scatter_unused_params(True)
-    optimizer = DualOptimizer(build_parameter_groups(model))
+    optimizer = DualOptimizer(build_parameter_groups(model), preset="omn")
     reference = OMNReference(weights)
     for step in range(2):
         model.use_down = dist.get_rank() == step
@@ -352,7 +352,7 @@ def _distributed_data_parallel() -> None:
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(_Network(8))
     weights = {name.removeprefix("module."): p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = DualOptimizer(build_parameter_groups(model), process_group=dist.group.WORLD)
+    optimizer = DualOptimizer(build_parameter_groups(model), process_group=dist.group.WORLD, preset="omn")
     assert len(set(optimizer.plans[0].owners)) == 2
     reference = OMNReference(weights)
     for step in range(2):
@@ -414,7 +414,7 @@ def _partial() -> str:
     mesh = init_device_mesh("cpu", (2,))
     parameter = nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [Partial()]))
     with pytest.raises(NotImplementedError) as caught:
-        DualOptimizer([{"params": [parameter], "param_names": ["w"], "algorithm": "muon"}])
+        DualOptimizer([{"params": [parameter], "param_names": ["w"], "algorithm": "muon"}], preset="omn")
     return str(caught.value)
 
 
@@ -428,7 +428,7 @@ def _contradiction() -> str:
     local = torch.ones(3 if dist.get_rank() == 0 else 1, 4)
     parameter = nn.Parameter(DTensor.from_local(local, mesh, [ROWS], run_check=False, shape=torch.Size((4, 4)), stride=(4, 1)))
     with pytest.raises(NotImplementedError) as caught:
-        DualOptimizer([{"params": [parameter], "param_names": ["w"], "algorithm": "muon"}])
+        DualOptimizer([{"params": [parameter], "param_names": ["w"], "algorithm": "muon"}], preset="omn")
     return str(caught.value)
 
 

@@ -40,7 +40,7 @@ def _run(mesh: DeviceMesh | None, placements: list[Any], **options: Any) -> tupl
     """Weights, momentum and row moments after the last step."""
     weights = [tensor if mesh is None else distribute_tensor(tensor, mesh, placements) for tensor in _tensors(0)]
     parameters = [nn.Parameter(weight) for weight in weights]
-    optimizer = DualOptimizer([{"params": parameters, "param_names": NAMES, "algorithm": "muon"}], **options)
+    optimizer = DualOptimizer([{"params": parameters, "param_names": NAMES, "algorithm": "muon"}], **{"preset": "omn", **options})
     for step in range(NUM_STEPS):
         for parameter, gradient in zip(parameters, _tensors(1 + step), strict=True):
             set_gradient(parameter, gradient)
@@ -207,7 +207,7 @@ def _state_layout() -> None:
         assert moment.to_local().all()
     narrow = nn.Parameter(distribute_tensor(torch.ones(8, 1), mesh, [Shard(0), Shard(1)]))
     with pytest.raises(NotImplementedError, match=r"found a shard of shape \(4, 0\) on rank 1"):
-        DualOptimizer([{"params": [narrow], "algorithm": "normuon"}])
+        DualOptimizer([{"params": [narrow], "algorithm": "normuon"}], preset="omn")
 
 
 def test_the_row_moment_is_sharded_like_the_rows() -> None:

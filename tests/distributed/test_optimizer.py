@@ -92,7 +92,7 @@ def test_update_norm_in_closed_form(scale: str, expected: float) -> None:
 
     weight, gradient = whole_tensors(((32, 8), (32, 8)), 3)
     parameter = nn.Parameter(weight.clone())
-    optimizer = DualOptimizer([{"params": [parameter], "algorithm": "muon"}], scale=scale, lr=0.5)
+    optimizer = DualOptimizer([{"params": [parameter], "algorithm": "muon"}], scale=scale, lr=0.5, preset="omn")
     parameter.grad = gradient
     optimizer.step()
     update = orthogonalize(1.95 * gradient)
@@ -233,7 +233,7 @@ def test_gradients_of_stacks_may_lie_anywhere_in_memory(fields: dict[str, Any]) 
 
     def stepped(gradient: Tensor) -> Tensor:
         parameter = nn.Parameter(torch.ones(2, 3, 4))
-        optimizer = DualOptimizer([{"params": [parameter], "algorithm": "muon", "muon_shape": (2, 3, 4), **fields}])
+        optimizer = DualOptimizer([{"params": [parameter], "algorithm": "muon", "muon_shape": (2, 3, 4), **fields}], preset="omn")
         parameter.grad = gradient
         optimizer.step()
         return parameter.detach()
@@ -274,7 +274,7 @@ def test_several_dtypes_in_one_group() -> None:
     ]
     parameters = [nn.Parameter(tensor.clone()) for tensor in tensors]
     with pytest.warns(UserWarning, match="rounds away"):
-        together = DualOptimizer([{"params": parameters, "algorithm": "muon"}])
+        together = DualOptimizer([{"params": parameters, "algorithm": "muon"}], preset="omn")
     apart = [nn.Parameter(tensor.clone()) for tensor in tensors]
     for parameter, twin, gradient in zip(parameters, apart, whole_tensors(SHAPES, 1), strict=True):
         parameter.grad, twin.grad = gradient.to(parameter.dtype), gradient.to(parameter.dtype)
@@ -282,7 +282,7 @@ def test_several_dtypes_in_one_group() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for twin in apart:
-            DualOptimizer([{"params": [twin], "algorithm": "muon"}]).step()
+            DualOptimizer([{"params": [twin], "algorithm": "muon"}], preset="omn").step()
     for parameter, twin in zip(parameters, apart, strict=True):
         assert torch.equal(parameter, twin)
 
@@ -295,7 +295,7 @@ def _built_before_fully_shard() -> str:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        optimizer = DualOptimizer(build_parameter_groups(model))
+        optimizer = DualOptimizer(build_parameter_groups(model), preset="omn")
     fully_shard(model, mesh=mesh)
     model(torch.ones(2, 8)).sum().backward()
     with pytest.raises(RuntimeError) as caught:
@@ -364,7 +364,7 @@ def test_a_rank_without_any_gradient_neither_hangs_nor_raises() -> None:
 def _only_an_empty_shard() -> None:
     mesh = init_device_mesh("cpu", (2,))
     parameter = sharded(torch.ones(1, 6), mesh)
-    optimizer = DualOptimizer([{"params": [parameter], "algorithm": "muon"}])
+    optimizer = DualOptimizer([{"params": [parameter], "algorithm": "muon"}], preset="omn")
     if dist.get_rank() == 0:
         set_gradient(parameter, torch.ones(1, 6))
     optimizer.step()
@@ -416,14 +416,14 @@ def _state_dict_helpers() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3))
     fully_shard(model, mesh=mesh)
-    optimizer = DualOptimizer(build_parameter_groups(model, weight_decay=0.1))
+    optimizer = DualOptimizer(build_parameter_groups(model, weight_decay=0.1), preset="omn")
     before = snapshot(optimizer)
     get_optimizer_state_dict(model, optimizer)
     assert_same(before, snapshot(optimizer))
     model(torch.ones(2, 8)).square().sum().backward()
     optimizer.step()
     saved = get_optimizer_state_dict(model, optimizer)
-    fresh = DualOptimizer(build_parameter_groups(model, weight_decay=0.1))
+    fresh = DualOptimizer(build_parameter_groups(model, weight_decay=0.1), preset="omn")
     set_optimizer_state_dict(model, fresh, saved)
     assert_same(snapshot(optimizer), snapshot(fresh))
 

@@ -123,7 +123,9 @@ def test_the_example_does_what_it_says() -> None:
     (weight,) = whole_tensors(((12, 8),), 0)
     parameter = nn.Parameter(weight.clone())
     options = {"lr": 0.1, "weight_decay": 0.0, "momentum": 0.0, "momentum_rule": "sum", "nesterov": False, "gain": 2.0}
-    optimizer = DualOptimizer([{"params": [parameter], "algorithm": "spectral"}], algorithm="spectral", **options)
+    optimizer = DualOptimizer(
+        [{"params": [parameter], "algorithm": "spectral"}], algorithm="spectral", **{"preset": "omn", **options}
+    )
     (gradient,) = whole_tensors(((12, 8),), 1)
     parameter.grad = gradient.clone()
     optimizer.step()
@@ -161,7 +163,7 @@ def _shard_rule() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     weights, gradients = whole_tensors(((9,), (5, 4)), 0), whole_tensors(((9,), (5, 4)), 1)
     parameters = [sharded(weight, mesh) for weight in weights]
-    optimizer = DualOptimizer([{"params": parameters, "algorithm": "half_sgd", "lr": 0.25}])
+    optimizer = DualOptimizer([{"params": parameters, "algorithm": "half_sgd", "lr": 0.25}], preset="omn")
     for parameter, gradient in zip(parameters, gradients, strict=True):
         set_gradient(parameter, gradient)
     optimizer.step()
@@ -187,7 +189,7 @@ def test_groups_of_a_model_can_name_it() -> None:
     }
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        optimizer = DualOptimizer(groups)
+        optimizer = DualOptimizer(groups, preset="omn")
     assert set(optimizer.state[model[0].weight]) == {"momentum_buffer", "row_second_moment"}
     assert optimizer.state[model[1].weight].keys() == {"momentum_buffer"}
 
@@ -210,7 +212,7 @@ def test_yaml_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SettingsError, match=r"gain: found -1, expected a number >= 0"):
         resolve_preset("omn", {"algorithm": "spectral", "gain": -1})
     with pytest.raises(SettingsError, match="did you mean 'gain'"):
-        DualOptimizer([{"params": [nn.Parameter(torch.zeros(2, 2))], "algorithm": "spectral", "gian": 1.0}])
+        DualOptimizer([{"params": [nn.Parameter(torch.zeros(2, 2))], "algorithm": "spectral", "gian": 1.0}], preset="omn")
 
 
 def test_what_is_no_rule_is_refused() -> None:

@@ -201,6 +201,10 @@ def test_interval_and_state() -> None:
     again = QKClip(threshold=THRESHOLD)
     with pytest.raises(ValueError, match="layer a: in the saved state"):
         again.load_state_dict(twin.state_dict())
+    saved = twin.state_dict()
+    saved["largest"]["a"] = saved["largest"]["a"][:1]
+    with pytest.raises(ValueError, match=r"layer a: found maxima of shape \(1,\)"):
+        twin.load_state_dict(saved)
 
 
 def test_values_that_are_not_finite_change_nothing() -> None:

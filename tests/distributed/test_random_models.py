@@ -150,7 +150,7 @@ def _train(seed: int, mesh: DeviceMesh | None, ways: Ways) -> dict[str, Tensor]:
         group["params"] = [_parameter(at_random, tensor, mesh) for tensor in group["params"]]
     parameters = [parameter for group in groups for parameter in group["params"]]
     with _rectangles_together(ways.together):
-        optimizer = DualOptimizer(groups, **options)
+        optimizer = DualOptimizer(groups, **{"preset": "omn", **options})
         for step in range(NUM_STEPS):
             optimizer.zero_grad()
             scale = random.choice((1e-3, 1.0, 1e3))

@@ -69,9 +69,25 @@ def test_a_refused_group_leaves_the_optimizer_as_it_was() -> None:
     assert len(optimizer.param_groups) == 2
 
 
-def test_step_without_backward_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="no gradient on any of 5 parameters"):
-        small_optimizer().step()
+def test_a_group_that_cannot_be_planned_leaves_the_optimizer_as_it_was() -> None:
+    optimizer = small_optimizer(preset="torch")
+    extra = {"params": [nn.Parameter(torch.ones(4, 4))], "param_names": ["a"], "algorithm": "muon"}
+    with pytest.raises(ValueError, match="parameter a: two parameters of this name"):
+        optimizer.add_param_group(extra)
+    assert len(optimizer.param_groups) == 2
+    assert len(optimizer.state) == 5
+    fill_gradients(optimizer, 0)
+    optimizer.step()
+
+
+def test_a_vector_without_elements_is_taken() -> None:
+    groups = [{"params": [nn.Parameter(torch.ones(size))], "param_names": [f"v{size}"], "algorithm": "vector"} for size in (0, 3)]
+    for own in (groups, groups[:1]):
+        optimizer = DualOptimizer(own, preset="torch")
+        for group in optimizer.param_groups:
+            group["params"][0].grad = torch.ones_like(group["params"][0])
+        optimizer.step()
+    assert optimizer.state[groups[0]["params"][0]]["momentum_buffer"].shape == (0,)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")

@@ -31,7 +31,7 @@ def _build() -> tuple[nn.Module, DualOptimizer]:
     torch.manual_seed(7)
     model = _Network()
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    return model, DualOptimizer(build_parameter_groups(model, weight_decay=0.0))
+    return model, DualOptimizer(build_parameter_groups(model, weight_decay=0.0), preset="omn")
 
 
 def _gradients(step: int) -> dict[str, Tensor]:

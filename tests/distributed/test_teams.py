@@ -44,7 +44,7 @@ def _build(
         {"params": list(parameters.values()), "param_names": list(parameters), "algorithm": "muon", "lr": 1.0, "weight_decay": 0.1},
         {"params": others, "param_names": ["d", "e"], "algorithm": "adamw"},
     ]
-    return parameters, DualOptimizer(groups, teams=teams, **options)
+    return parameters, DualOptimizer(groups, teams=teams, **{"preset": "omn", **options})
 
 
 def _gradients(step: int) -> list[Tensor]:
@@ -164,7 +164,7 @@ def _view(teams: Any) -> tuple[Tensor, DualOptimizer]:
         "muon_shape": (3, 24, 40),
         "muon_transposed": True,
     }
-    optimizer = DualOptimizer([group], teams=teams)
+    optimizer = DualOptimizer([group], teams=teams, preset="omn")
     set_gradient(stored, whole_tensors([(40, 72)], 5)[0])
     optimizer.step()
     return whole(stored), optimizer
@@ -182,7 +182,7 @@ def _views_and_copies() -> None:
     for teams in ("never", {"wide": [0, 1, 2], "tall": [0, 1]}):
         parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
         group = {"params": list(parameters.values()), "param_names": list(parameters), "algorithm": "muon", "lr": 1.0}
-        plain = DualOptimizer([group], teams=teams, process_group=dist.group.WORLD)
+        plain = DualOptimizer([group], teams=teams, process_group=dist.group.WORLD, preset="omn")
         for parameter, gradient in zip(parameters.values(), whole_tensors(shapes, 6), strict=True):
             parameter.grad = gradient
         plain.step()
@@ -309,7 +309,7 @@ def _auto() -> None:
     # Matrices that are small, and enough for all ranks: collectives would cost more.
     _, optimizer = _build("auto")
     assert not optimizer.plans[0].teams
-    optimizer = DualOptimizer([_large(mesh, "a")], teams="auto")
+    optimizer = DualOptimizer([_large(mesh, "a")], teams="auto", preset="omn")
     assert optimizer.plans[0].teams == {"a": (0, 1)}
     optimizer.step()
     # Copies and loaded states go on with the same groups and the same bits, and plans may change.
@@ -327,7 +327,7 @@ def _auto() -> None:
         assert torch.equal(whole(one["params"][0]), whole(same["params"][0]))
     # Two machines of one rank each.
     os.environ["LOCAL_WORLD_SIZE"] = "1"
-    assert not DualOptimizer([_large(mesh, "a")], teams="auto").plans[0].teams
+    assert not DualOptimizer([_large(mesh, "a")], teams="auto", preset="omn").plans[0].teams
 
 
 def test_auto_forms_teams_where_they_pay() -> None:

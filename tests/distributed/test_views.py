@@ -152,7 +152,7 @@ def _optimizer(
         {"params": [parameter], "param_names": [name], "algorithm": "muon", "weight_decay": 0.1, **case.fields}
         for parameter, (name, case) in zip(parameters, CASES.items(), strict=True)
     ]
-    return parameters, DualOptimizer(groups, **options)
+    return parameters, DualOptimizer(groups, **{"preset": "omn", **options})
 
 
 def _step(parameters: Sequence[nn.Parameter], optimizer: DualOptimizer, step: int) -> None:
@@ -281,7 +281,7 @@ def _whole_experts() -> None:
     mesh = init_device_mesh("cpu", (2,))
     (weight,), (gradient,) = whole_tensors([(4, 8, 16)], 0), whole_tensors([(4, 8, 16)], 1)
     parameter = nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))
-    optimizer = DualOptimizer([{"params": [parameter], "algorithm": "muon", "muon_shape": (4, 8, 16)}])
+    optimizer = DualOptimizer([{"params": [parameter], "algorithm": "muon", "muon_shape": (4, 8, 16)}], preset="omn")
     set_gradient(parameter, gradient)
     optimizer.step()
     assert (optimizer.num_collectives, optimizer.bytes_sent) == (0, 0)
@@ -342,7 +342,7 @@ def _sharded_model() -> None:
         groups = build_parameter_groups(one, weight_decay=0.1)
         for found, expected in zip(groups, before, strict=True):
             assert {**found, "params": None} == {**expected, "params": None}
-        optimizers.append(DualOptimizer(groups))
+        optimizers.append(DualOptimizer(groups, preset="omn"))
     for _ in range(3):
         for one, optimizer in zip(models, optimizers, strict=True):
             one(torch.tensor([0, 2, 5])).backward()
@@ -442,13 +442,13 @@ def test_state_of_rows_survives_a_checkpoint() -> None:
 def test_views_that_cannot_be_are_one_clear_line(fields: dict[str, Any], message: str) -> None:
     parameter = nn.Parameter(torch.ones(12, 6))
     with pytest.raises(ValueError, match=message) as caught:
-        DualOptimizer([{"params": [parameter], "param_names": ["w"], "algorithm": "muon", **fields}])
+        DualOptimizer([{"params": [parameter], "param_names": ["w"], "algorithm": "muon", **fields}], preset="omn")
     assert "\n" not in str(caught.value)
 
 
 def test_a_view_on_adamw_is_refused() -> None:
     with pytest.raises(SettingsError, match="muon_shape"):
-        DualOptimizer([{"params": [nn.Parameter(torch.ones(4, 4))], "algorithm": "adamw", "muon_shape": (2, 2, 4)}])
+        DualOptimizer([{"params": [nn.Parameter(torch.ones(4, 4))], "algorithm": "adamw", "muon_shape": (2, 2, 4)}], preset="omn")
 
 
 @pytest.mark.parametrize(
@@ -464,7 +464,7 @@ def test_a_checkpoint_with_another_view_names_parameter_and_change(
 ) -> None:
     def build(shape: tuple[int, ...], fields: dict[str, Any]) -> DualOptimizer:
         group = {"params": [nn.Parameter(torch.ones(shape))], "param_names": ["w"], "algorithm": "muon", "muon_shape": (12, 6)}
-        return DualOptimizer([group | fields])
+        return DualOptimizer([group | fields], preset="omn")
 
     saved = build((12, 6), {"muon_split_sizes": (8, 4)}).state_dict()
     with pytest.raises(ValueError, match=message):

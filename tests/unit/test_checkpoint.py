@@ -33,7 +33,7 @@ def model() -> OMN:
 
 @pytest.fixture
 def optimizer(model: OMN) -> DualOptimizer:
-    return DualOptimizer(build_groups(CONFIG, model))
+    return DualOptimizer(build_groups(CONFIG, model), preset="omn")
 
 
 def _metadata(tensors: dict[str, torch.Tensor]) -> Metadata:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from omn_dist.algorithms import checksum
-from omn_dist.algorithms.checksum import checksums
+from omn_dist.algorithms.checksum import checksums, sampled
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
@@ -78,3 +78,11 @@ def test_the_bits_count_and_nothing_else() -> None:
 def test_a_tensor_has_its_checksum_in_every_list() -> None:
     tensors = [_gaussian(size) for size in (3, 200_003, 1, 64)]
     assert checksums(tensors).tolist() == [_of(tensor) for tensor in tensors]
+
+
+def test_a_sample_is_small_and_sees_another_seed() -> None:
+    small, large = _gaussian(8_192), _gaussian(1_000_000)
+    assert sampled(small).numel() == sampled(large).numel() == 8_192
+    assert 4_096 <= sampled(large.view(1000, 1000).T).numel() <= 16_384
+    assert _of(sampled(large)) == _of(sampled(large.clone()))
+    assert _of(sampled(large)) != _of(sampled(large.flip(0)))

@@ -168,7 +168,7 @@ def test_kernels_whose_samples_all_differ_are_not_used(monkeypatch: pytest.Monke
 def _trained_step() -> None:
     weight = nn.Parameter(torch.ones(4, 6))
     weight.grad = torch.ones(4, 6)
-    DualOptimizer([{"params": [weight], "algorithm": "muon"}]).step()
+    DualOptimizer([{"params": [weight], "algorithm": "muon"}], preset="omn").step()
 
 
 @usable

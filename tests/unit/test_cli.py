@@ -43,12 +43,13 @@ def test_routes_of_omn_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["routes", str(CONFIGS / "omn1_193b.yaml")]) == 0
     output = capsys.readouterr().out
     rows = [line.split() for line in output.splitlines()]
-    assert ["Muon", "0", "-", "196", "196", "1,240,465,408", "82.5216%"] in [row[:7] for row in rows]
-    assert ["AdamW", "0", "-", "0", "0", "0", "0.0000%"] in [row[:7] for row in rows]
-    assert ["AdamW", "0", "-", "86", "87", "262,734,848", "17.4784%"] in [row[:7] for row in rows]
+    assert ["Muon", "0", "0.01", "196", "196", "1,240,465,408", "82.5216%"] in [row[:7] for row in rows]
+    assert ["AdamW", "-", "-", "0", "0", "0", "0.0000%"] in [row[:7] for row in rows]
+    assert ["AdamW", "0", "0.0003", "86", "87", "262,734,848", "17.4784%"] in [row[:7] for row in rows]
     assert "unique parameters: 1,503,200,256" in output
     assert "state_dict entries: 283" in output
-    assert "weight decay: configured 0.01, in effect on 0 tensors" in output
+    assert "weight decay in effect: 0 on 282 tensors" in output
+    assert "optimizer.weight_decay: configured 0.01, in effect on 0 tensors" in output
 
 
 def test_routes_of_a_run_as_json_and_as_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

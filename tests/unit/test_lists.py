@@ -180,7 +180,7 @@ def test_the_cpu_goes_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = [nn.Parameter(torch.ones(3, 4)) for _ in range(2)]
     for together in (False, True):
         monkeypatch.setattr(lists, "uses_multi_tensor", lambda device, together=together: together)
-        optimizer = DualOptimizer([{"params": parameters, "algorithm": "muon"}])
+        optimizer = DualOptimizer([{"params": parameters, "algorithm": "muon"}], preset="omn")
         for parameter in parameters:
             parameter.grad = torch.ones(3, 4)
         optimizer.step()

@@ -14,7 +14,9 @@ from omn_dist.roles import declare_view, format_groups, route_parameters
 def _update(shape: tuple[int, ...], gradient: Tensor, **fields: Any) -> Tensor:
     """What one step of rate 1 subtracts from a parameter."""
     parameter = nn.Parameter(torch.zeros(shape))
-    optimizer = DualOptimizer([{"params": [parameter], "algorithm": "muon", "lr": 1.0, "weight_decay": 0.0, **fields}])
+    optimizer = DualOptimizer(
+        [{"params": [parameter], "algorithm": "muon", "lr": 1.0, "weight_decay": 0.0, **fields}], preset="omn"
+    )
     parameter.grad = gradient.clone()
     optimizer.step()
     return -parameter.detach()
@@ -136,7 +138,7 @@ def test_groups_are_the_same_on_meta() -> None:
 
 def test_a_rate_of_zero_leaves_every_bit() -> None:
     model = Model()
-    optimizer = DualOptimizer(build_parameter_groups(model), lr=0.0, adamw_lr=0.0)
+    optimizer = DualOptimizer(build_parameter_groups(model), lr=0.0, adamw_lr=0.0, preset="omn")
     before = [parameter.detach().clone() for parameter in model.parameters()]
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -148,7 +150,7 @@ def test_a_rate_of_zero_leaves_every_bit() -> None:
 def test_the_summary_shows_what_a_matrix_that_is_excluded_gets() -> None:
     model = Model()
     groups = build_parameter_groups(model, weight_decay=0.1, rules={"*.down_proj.weight": "adamw"})
-    optimizer = DualOptimizer(groups, lr=0.02, adamw_lr=0.003)
+    optimizer = DualOptimizer(groups, lr=0.02, adamw_lr=0.003, preset="omn")
     table = format_groups(optimizer.param_groups, model)
     lines = [line.split() for line in table.splitlines()]
     # Algorithm, decay, rate, tensors, entries, elements. The rows of the gate have their own line.
@@ -179,7 +181,7 @@ def test_frozen_weights_have_no_state_and_keep_their_bits() -> None:
         groups = build_parameter_groups(model)
     assert [group["param_names"] for group in groups] == [["lora_A.weight", "lora_B.weight"]]
     assert {route.role for route in route_parameters(model)} == {"low_rank"}
-    optimizer = DualOptimizer(groups)
+    optimizer = DualOptimizer(groups, preset="omn")
     model(torch.ones(3, 8)).sum().backward()
     optimizer.step()
     assert set(optimizer.state) == {model.lora_A.weight, model.lora_B.weight}
@@ -190,7 +192,7 @@ def test_frozen_weights_have_no_state_and_keep_their_bits() -> None:
 
 def test_a_step_after_a_forward_alone_is_an_error() -> None:
     model = WithFactors()
-    optimizer = DualOptimizer(build_parameter_groups(model))
+    optimizer = DualOptimizer(build_parameter_groups(model), preset="omn")
     model(torch.ones(3, 8))
     with pytest.raises(RuntimeError, match="found no gradient on any of 3 parameters"):
         optimizer.step()
@@ -201,7 +203,7 @@ def test_a_step_after_a_forward_alone_is_an_error() -> None:
 
 def test_an_inactive_expert_is_left_untouched() -> None:
     model = nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(3))})
-    optimizer = DualOptimizer(build_parameter_groups(model, weight_decay=0.1))
+    optimizer = DualOptimizer(build_parameter_groups(model, weight_decay=0.1), preset="omn")
     parameters = list(model.parameters())
     before = [parameter.detach().clone() for parameter in parameters]
     for parameter in parameters[:2]:

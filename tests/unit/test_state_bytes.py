@@ -8,7 +8,7 @@ from torch import nn
 
 from omn_dist import DualOptimizer, build_parameter_groups, plan_ownership
 from omn_dist.models.omn import OMN, OMNConfig
-from omn_dist.optim.state import state_bytes, state_bytes_by_algorithm
+from omn_dist.optim.state_bytes import state_bytes, state_bytes_by_algorithm
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ from omn_dist.optim.state import state_bytes, state_bytes_by_algorithm
 def test_the_published_formulas(algorithm: str, expected: int) -> None:
     parameter = nn.Parameter(torch.zeros(12, 20))
     assert state_bytes(parameter, {"algorithm": algorithm}) == expected
-    optimizer = DualOptimizer([{"params": [parameter], "algorithm": algorithm}])
+    optimizer = DualOptimizer([{"params": [parameter], "algorithm": algorithm}], preset="omn")
     assert sum(value.numel() * value.element_size() for value in optimizer.state[parameter].values()) == expected
 
 
@@ -30,7 +30,7 @@ def test_masters_and_rows_of_adamw_are_counted(algorithm: str, master_weights: b
         group |= {"muon_shape": (12, 20), "muon_split_sizes": (8, 4), "muon_split_algorithms": ("muon", "adamw")}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        optimizer = DualOptimizer([group], master_weights=master_weights)
+        optimizer = DualOptimizer([group], master_weights=master_weights, preset="omn")
     held = sum(value.numel() * value.element_size() for value in optimizer.state[parameter].values())
     assert state_bytes(parameter, optimizer.param_groups[0], master_weights=master_weights) == held
 

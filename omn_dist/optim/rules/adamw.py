@@ -21,10 +21,11 @@ class AdamW(ShardRule):
 
     name = "adamw"
     label = "AdamW"
+    fields = ("lr", "betas", "eps", "weight_decay")
 
     @override
     def defaults(self, recipe: Mapping[str, Any]) -> dict[str, Any]:
-        return {field: recipe[f"adamw_{field}"] for field in ("lr", "betas", "eps", "weight_decay")}
+        return {field: recipe[f"adamw_{field}"] for field in self.fields}
 
     @override
     def check(self, group: Mapping[str, Any]) -> None:

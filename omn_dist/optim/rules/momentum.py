@@ -49,11 +49,19 @@ class Momentum(MatrixRule):
         "nesterov",
         "cautious_decay",
     )
-    """Fields of a group, and of the preset that fills them."""
 
     @override
     def defaults(self, recipe: Mapping[str, Any]) -> dict[str, Any]:
         return {field: recipe[field] for field in self.fields} | super().defaults(recipe)
+
+    @override
+    def check_saved(self, saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+        # torch.optim.Muon, by a field that only it has: its momentum is a mean.
+        if "ns_coefficients" in saved and "momentum_rule" not in saved and group["momentum_rule"] != "ema":
+            raise ValueError(
+                f"momentum_rule: found a momentum of torch.optim.Muon, which is a mean, and {group['momentum_rule']!r} here, "
+                "expected 'ema'; build the optimizer with preset 'torch' or momentum_rule='ema'"
+            )
 
     @override
     def state(self, group: Mapping[str, Any]) -> tuple[StateTensor, ...]:

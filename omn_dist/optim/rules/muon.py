@@ -10,7 +10,7 @@ Source: K. Jordan et al., Muon: an optimizer for hidden layers in neural network
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ class Muon(Momentum):
 
     name = "muon"
     label = "Muon"
-    fields = (
+    fields: ClassVar[tuple[str, ...]] = (
         *Momentum.fields,
         "scale",
         "newton_schulz",

@@ -11,6 +11,8 @@ from omn_dist.settings import SettingsError, unknown_name
 BUILT_IN: tuple[Rule, ...] = (Muon(), NorMuon(), Vector(), AdamW())
 FOR_ROWS: ShardRule = AdamW()
 """The rule of rows that belong to no matrix, inside a parameter on a matrix rule."""
+ROW_PREFIX = "adamw_"
+"""Prefix of the fields of such rows, in the group of their parameter."""
 _rules: dict[str, Rule] = {}
 
 
@@ -36,12 +38,20 @@ def register_rule(rule: Rule) -> None:
     if rule not in BUILT_IN and any(name == known.name for known in BUILT_IN):
         raise SettingsError(f"rule: found the name {name!r}, which is a rule of omn_dist, expected another one")
     _rules[name] = rule
-    register_algorithm(name, AlgorithmKind(rule.label, rule.takes_matrices))
+    register_algorithm(name, AlgorithmKind(rule.label, rule.takes_matrices, _field_names(rule)))
+
+
+def _field_names(rule: Rule) -> tuple[str, ...]:
+    """The fields of a group on ``rule``; empty where the rule does not list them."""
+    if not rule.fields:
+        return ()
+    rows = tuple(f"{ROW_PREFIX}{field}" for field in FOR_ROWS.fields) if rule.takes_matrices else ()
+    return (*rule.fields, *rule.own_fields, *rows)
 
 
 def rule_by_name(name: str) -> Rule:
     """The rule of that name; raises ``SettingsError`` with the nearest known one."""
-    if name not in _rules:
+    if not isinstance(name, str) or name not in _rules:
         raise SettingsError(unknown_name("algorithm", str(name), _rules))
     return _rules[name]
 

@@ -118,6 +118,9 @@ class Rule(ABC):
     """Whether its parameters are matrices, so that groups may have a view (``muon_shape`` ...)."""
     depends_on_gradient_scale: ClassVar[bool]
     """Whether gradients twice as large make another update, so that clipping them matters."""
+    fields: ClassVar[tuple[str, ...]] = ()
+    """Fields of its groups that a preset fills, for messages about unknown ones. Empty where
+    :meth:`defaults` alone says which."""
     own_fields: ClassVar[Mapping[str, Any]] = {}
     """Fields of its groups that no preset has, with their defaults."""
 
@@ -133,6 +136,14 @@ class Rule(ABC):
         """Raise ``ValueError`` for a parameter that the rule cannot update.
 
         By default a rule takes every parameter.
+        """
+
+    def check_saved(self, saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:  # noqa: B027
+        """Raise ``ValueError`` when the state of a saved group would mean something else here.
+
+        Args:
+            saved: a group of a state dict, perhaps of another optimizer with the same state keys.
+            group: the complete group into which it is loaded.
         """
 
     @abstractmethod

@@ -62,6 +62,13 @@ class Vector(Momentum):
     own_fields: ClassVar[Mapping[str, Any]] = MappingProxyType({"segments": None})
 
     @override
+    def check(self, group: Mapping[str, Any]) -> None:
+        super().check(group)
+        segments = group.get("segments")
+        if segments is not None and not (isinstance(segments, Sequence) and all(map(_is_segment, segments))):
+            raise SettingsError(f"segments: found {segments!r}, expected (start, stop, scale, has_decay) each, or None")
+
+    @override
     def settings(self, group: Mapping[str, Any]) -> VectorSettings:
         segments = None if group["segments"] is None else tuple(VectorSegment(*part) for part in group["segments"])
         return VectorSettings(**momentum_fields(group), segments=segments)
@@ -112,8 +119,12 @@ class Vector(Momentum):
         return 1 - settings.lr * decay, settings.lr, settings.cautious_decay
 
 
+def _is_segment(segment: object) -> bool:
+    return isinstance(segment, Sequence) and 2 <= len(segment) <= 4 and all(isinstance(part, int | float) for part in segment)
+
+
 def vector_segments(name: str, size: int, segments: Sequence[Sequence[float]] | None) -> tuple[VectorSegment, ...]:
-    """The segments of a vector of ``size`` elements; one of all elements for ``None``.
+    """The segments of a vector of ``size`` elements; for ``None`` one of all, if there are any.
 
     Args:
         name: of the parameter, for messages.
@@ -124,7 +135,9 @@ def vector_segments(name: str, size: int, segments: Sequence[Sequence[float]] | 
     Raises:
         SettingsError: segments that do not cover every element once, in order.
     """
-    found = (VectorSegment(0, size),) if segments is None else tuple(VectorSegment(*segment) for segment in segments)  # type: ignore[arg-type]
+    if segments is None:
+        return (VectorSegment(0, size),) if size else ()
+    found = tuple(VectorSegment(*segment) for segment in segments)  # type: ignore[arg-type]
     end = 0
     for segment in found:
         if segment.start != end or segment.stop <= segment.start or not segment.scale >= 0:
