@@ -62,11 +62,9 @@ def moved_state(
                 )
             found_names.append(name)
             due = due_state(now, group, master_weights=master_weights)
-            moved[now] = {
-                key: converted(name, _on_any_mesh(value, now), now, group, due[key])
-                for key, value in states.get(before, {}).items()
-                if key in due
-            }
+            state = states.get(before, {})
+            # In the order of the rule, the same on all ranks: moves between meshes are collective.
+            moved[now] = {key: converted(name, _on_any_mesh(state[key], now), now, group, due[key]) for key in due if key in state}
         group["param_names"] = found_names
     return moved
 

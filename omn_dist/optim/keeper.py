@@ -22,13 +22,15 @@ class _Settled(NamedTuple):
 
     parameter: Tensor
     dtype: torch.dtype
+    device: torch.device
     state: dict[str, Any]
     num_tensors: int
 
     def holds(self, states: Mapping[Tensor, dict[str, Any]]) -> bool:
-        """Whether neither the parameter's dtype nor its state has changed since."""
-        state = states.get(self.parameter)
-        return state is self.state and len(self.state) == self.num_tensors and self.parameter.dtype == self.dtype
+        """Whether dtype, device and state of the parameter are the same since."""
+        parameter, state = self.parameter, states.get(self.parameter)
+        is_kept = state is self.state and len(self.state) == self.num_tensors
+        return is_kept and parameter.dtype == self.dtype and parameter.device == self.device
 
 
 class StateKeeper:
@@ -94,7 +96,8 @@ class StateKeeper:
             return False
         missing = [name for group in groups for name in self._settle_group(group, states)]
         self._settled = [
-            _Settled(parameter, parameter.dtype, states[parameter], len(states[parameter])) for parameter in self.parameters()
+            _Settled(parameter, parameter.dtype, parameter.device, states[parameter], len(states[parameter]))
+            for parameter in self.parameters()
         ]
         if missing:
             logger.warning("%d parameters such as %s had no state: it starts anew", len(missing), missing[0])

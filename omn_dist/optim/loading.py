@@ -109,7 +109,8 @@ def loaded_state(state_dict: StateDict, groups: Groups, *, master_weights: bool)
             missing.append(name)
             continue
         due = due_state(parameter, group, master_weights=master_weights)
-        found[parameter] = {key: converted(name, value, parameter, group, due[key]) for key, value in state.items() if key in due}
+        # In the order of the rule, the same on all ranks: a change of placements is collective.
+        found[parameter] = {key: converted(name, state[key], parameter, group, due[key]) for key in due if key in state}
         if isinstance(parameter, DTensor) and any(_is_whole(value) for value in state.values()):
             whole.append(name)
         if has_master(parameter, master_weights=master_weights) and MASTER not in state:

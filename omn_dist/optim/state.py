@@ -106,8 +106,9 @@ def settle(state: dict[str, Any], name: str, parameter: Tensor, group: Mapping[s
     missing = [key for key in due if key not in state]
     for key in missing:
         state[key] = made(name, parameter, group, due[key])
-    for key in set(due) - set(missing):
-        if not _is_due(state[key], parameter, group, due[key]):
+    # In the order of the rule, the same on all ranks: a change of placements is collective.
+    for key in due:
+        if key not in missing and not _is_due(state[key], parameter, group, due[key]):
             state[key] = converted(name, state[key], parameter, group, due[key])
     return bool(missing)
 
@@ -117,7 +118,7 @@ def _is_due(value: Any, parameter: Tensor, group: Mapping[str, Any], due: Due) -
     if not isinstance(value, Tensor) or torch.promote_types(value.dtype, due.dtype) != value.dtype:
         return False
     if due.extent == "once":
-        return value.ndim == 0
+        return value.ndim == 0 and value.is_cuda == parameter.is_cuda
     if value.device != parameter.device or isinstance(value, DTensor) != isinstance(parameter, DTensor):
         return False
     if not isinstance(value, DTensor) or not isinstance(parameter, DTensor):

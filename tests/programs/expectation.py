@@ -78,9 +78,11 @@ class Expectation:
             if group["algorithm"] == "muon":
                 fields = {key: group[key] for key in ("weight_decay", "momentum", "nesterov")}
                 optimizer = torch.optim.Muon(parameters.values(), lr=lr, **fields)
-            else:
+            elif group["algorithm"] == "adamw":
                 fields = {key: group[key] for key in ("weight_decay", "betas", "eps")}
                 optimizer = torch.optim.AdamW(parameters.values(), lr=lr, **fields)
+            else:
+                continue
             for name, parameter in parameters.items():
                 if self._before[name] and all(value.dtype == torch.float32 for value in self._before[name].values()):
                     optimizer.state[parameter] = {key: value.clone() for key, value in self._before[name].items()}
