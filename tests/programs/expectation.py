@@ -106,6 +106,8 @@ class Expectation:
                 if not moved and key == MASTER and key in state and _equal(state[key].to(parameter.dtype), parameter.detach()):
                     # Whether a master follows at once or at the next step with a gradient is the same.
                     continue
+                if not moved and key == MASTER and key not in state and parameter.dtype.itemsize >= torch.float32.itemsize:
+                    continue  # a cast to fp32 made it needless
                 if key not in state or not _equal(state[key], value):
                     return [f"state {key} of {name} is {'not that of a fresh optimizer' if key in state else 'missing'}"]
             gradient = self._gradients[name]
