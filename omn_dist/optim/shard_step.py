@@ -32,27 +32,34 @@ def step_shards(groups: Sequence[Mapping[str, Any]], states: States, gradients: 
                 if gradient is None:
                     continue
                 local, kept = local_tensor(parameter).detach(), {key: local_tensor(state[key]) for key, _ in rule.state(group)}
-                stepped = _stepped(local, state.get(MASTER), kept)
+                held = _held(local, state.get(MASTER))
+                # A copy where state was loaded in a wider dtype.
+                stepped = held.to(_widest(held, kept))
                 check_local(name, local, {key: tensor for key, tensor in kept.items() if tensor.ndim})
                 shards.append(LocalShard(stepped, gradient.to(stepped.dtype), kept))
-                if stepped is not local:
-                    followers.append((local, stepped))
+                followers += [
+                    (tensor, stepped) for tensor in ((local,) if held is local else (held, local)) if tensor is not stepped
+                ]
             if shards:
                 rule.update(shards, rule.settings(group), tools)
             for rounded, stepped in followers:
                 rounded.copy_(stepped)
 
 
-def _stepped(local: Tensor, master: Tensor | None, kept: Mapping[str, Tensor]) -> Tensor:
-    """What the step moves: the parameter, its master, or a copy in the wider dtype of its state."""
-    if master is not None:
-        follow_parameter(local_tensor(master), local)
-        return local_tensor(master)
-    widest = local.dtype
+def _held(local: Tensor, master: Tensor | None) -> Tensor:
+    """What the step moves: the parameter, or its master, which follows it first."""
+    if master is None:
+        return local
+    follow_parameter(local_tensor(master), local)
+    return local_tensor(master)
+
+
+def _widest(held: Tensor, kept: Mapping[str, Tensor]) -> torch.dtype:
+    widest = held.dtype
     for tensor in kept.values():
         if tensor.ndim:
             widest = torch.promote_types(widest, tensor.dtype)
-    return local.to(widest)
+    return widest
 
 
 @dataclass(frozen=True)
@@ -114,8 +121,7 @@ def _step_rows(rows: Rows, state: Mapping[str, Any], gradient: Tensor, tools: To
     # are copied into one dense tensor.
     dense = {key: _dense(tensor, rows.regions) for key, tensor in kept.items()}
     parameter = _dense(stepped, rows.regions)
-    for tensor in kept.values():
-        parameter = parameter.to(torch.promote_types(parameter.dtype, tensor.dtype))
+    parameter = parameter.to(_widest(parameter, kept))
     shard = LocalShard(parameter, _dense(as_matrix(gradient, read_only=True), rows.regions).to(parameter.dtype), dense | before)
     FOR_ROWS.update([shard], FOR_ROWS.settings(row_group(rows.group)), tools)
     for key, tensor in kept.items():

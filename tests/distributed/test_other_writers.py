@@ -153,6 +153,23 @@ def test_masters_in_state_dicts(caplog: pytest.LogCaptureFixture) -> None:
         assert target.state[parameter].get("momentum_buffer", target.state[parameter]["master"]).dtype == torch.float32
 
 
+@pytest.mark.parametrize("preset", ["torch", "normuon"])
+def test_state_that_is_wider_than_a_master(preset: str) -> None:
+    optimizer, wide = (small_optimizer(None, torch.bfloat16, master_weights=True, preset=preset, lr=0.05) for _ in range(2))
+    _step(optimizer, 1)
+    _step(wide, 1)
+    saved = copy.deepcopy(wide.state_dict())
+    for state in saved["state"].values():
+        state.update({key: state[key].double() for key in ("momentum_buffer", "exp_avg", "exp_avg_sq") if key in state})
+    wide.load_state_dict(saved)
+    _step(optimizer, 2)
+    _step(wide, 2)
+    found, expected = snapshot(wide), snapshot(optimizer)
+    for name in "abcde":
+        assert torch.equal(found[name], found[f"{name}.master"].bfloat16())
+        torch.testing.assert_close(found[f"{name}.master"], expected[f"{name}.master"], rtol=1e-5, atol=1e-6)
+
+
 # --- casts ------------------------------------------------------------------------------------------
 
 b, f = torch.bfloat16, torch.float32
