@@ -43,6 +43,7 @@ def moved_state(
         for name, parameter in zip(group["param_names"], seen, strict=True)
     }
     moved: dict[Tensor, dict[str, Any]] = {}
+    names_by_group = []
     for number, (group, seen) in enumerate(zip(groups, known, strict=True)):
         if len(group["params"]) != len(seen):
             raise ValueError(
@@ -65,6 +66,9 @@ def moved_state(
             state = states.get(before, {})
             # In the order of the rule, the same on all ranks: moves between meshes are collective.
             moved[now] = {key: converted(name, _on_any_mesh(state[key], now), now, group, due[key]) for key in due if key in state}
+        names_by_group.append(found_names)
+    # Not before all groups were found good: a refused exchange changes nothing.
+    for group, found_names in zip(groups, names_by_group, strict=True):
         group["param_names"] = found_names
     return moved
 

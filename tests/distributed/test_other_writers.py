@@ -357,3 +357,15 @@ def test_a_copy_after_an_exchange_has_the_state() -> None:
     for group in optimizer.param_groups:
         group["params"] = [nn.Parameter(parameter.detach().clone()) for parameter in group["params"]]
     assert_same(snapshot(copy.deepcopy(optimizer)), before)
+
+
+def test_a_refused_exchange_changes_nothing() -> None:
+    optimizer = small_optimizer()
+    matrices, vectors = optimizer.param_groups
+    kept = list(matrices["params"]), list(vectors["params"])
+    matrices["params"], vectors["params"] = kept[0][::-1], kept[1][:1]
+    with pytest.raises(ValueError, match="group 1: found 1 parameters"):
+        optimizer.step()
+    assert matrices["param_names"] == ["a", "b", "c"]
+    matrices["params"], vectors["params"] = kept
+    _step(optimizer, 1)
