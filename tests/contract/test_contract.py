@@ -21,8 +21,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import checks_checkpoints  # noqa: F401
+import checks_dtypes  # noqa: F401
 import checks_errors  # noqa: F401
 import checks_groups  # noqa: F401
+import checks_hooks  # noqa: F401
 import checks_masters  # noqa: F401
 import checks_programs  # noqa: F401
 import checks_state  # noqa: F401

@@ -14,8 +14,9 @@ from typing import NamedTuple, TypeVar
 
 import torch
 from expectation import MASTER, Expectation
-from machine import Machine, part_of, tensors_of
+from machine import Machine, tensors_of
 from program import Operation, Program
+from tensors import part_of
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 

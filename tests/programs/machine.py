@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from program import DTYPES, EVERY_PARAMETER, Block, Layout, Program
-from references import local_of
+from tensors import elsewhere, gaussian, like, mapped, mesh_of, part_of, piece, placements, sharded, whole
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from omn_dist import DualOptimizer
 from omn_dist.optim.checkpoint import optimizer_state_by_name
@@ -28,7 +27,6 @@ _TORCH_OPTIONS = {
     "torch_sharded": StateDictOptions(),
     "torch_flat": StateDictOptions(flatten_optimizer_state_dict=True),
 }
-_meshes: dict[tuple[int, ...], DeviceMesh] = {}
 
 
 class Saved(NamedTuple):
@@ -104,7 +102,7 @@ class Machine:
                 continue
             for name, parameter in list(module.named_parameters()):
                 random = Random(f"{layout.seed} {name} {tuple(parameter.shape)}")
-                module.register_parameter(name, _sharded(parameter, mesh, _placements(random, parameter.ndim, mesh.ndim)))
+                module.register_parameter(name, sharded(parameter, mesh, placements(random, parameter.ndim, mesh.ndim)))
 
     def _group(self, number: int) -> dict[str, Any]:
         block, module = self.blocks[number], self.modules[number]
@@ -211,7 +209,7 @@ class Machine:
         mesh, placements = parameter.device_mesh, parameter.placements
         index = torch.arange(parameter.numel()).view(parameter.shape)
         coordinates = itertools.product(*map(range, mesh.shape))
-        parts = {_piece(index, mesh.shape, coordinate, placements) for coordinate in coordinates} - {()}
+        parts = {piece(index, mesh.shape, coordinate, placements) for coordinate in coordinates} - {()}
         present = sorted(parts - self.absent.get(name, set()))
         return Random(seed).choice(present) if len(present) > 1 else ()
 
@@ -231,7 +229,7 @@ class Machine:
             parameter = self.named()[name]
             if parameter.grad is not None and parameter.ndim == 2:
                 local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-                parameter.grad = like(parameter, _elsewhere(local, memory))
+                parameter.grad = like(parameter, elsewhere(local, memory))
 
     def set(self, field: str, value: float | str, seed: int, share: float) -> None:
         random = Random(seed)
@@ -304,7 +302,7 @@ class Machine:
             state = copy.deepcopy(optimizer.state_dict())
         elif how == "whole":
             file = io.BytesIO()
-            torch.save(_mapped(optimizer.state_dict(), _whole), file)
+            torch.save(mapped(optimizer.state_dict(), whole), file)
             file.seek(0)
             state = torch.load(file, weights_only=True)
         elif how == "torch_flat" and any(not parameter.requires_grad for parameter in self.named().values()):
@@ -429,7 +427,7 @@ class Machine:
         self.model = nn.ModuleDict({"blocks": self.modules})
         for name, parameter in old.items():
             _, number, own_name = name.split(".")
-            new = nn.Parameter(_whole(parameter), requires_grad=parameter.requires_grad)
+            new = nn.Parameter(whole(parameter), requires_grad=parameter.requires_grad)
             self.modules[int(number)].register_parameter(own_name, new)
         self._spread(layout)
         new_by_name = dict(self.model.named_parameters())
@@ -453,77 +451,6 @@ class Machine:
 
     def check_replicas(self) -> None:
         self.optimizer.check_replicas()  # type: ignore[attr-defined]
-
-
-# --- tensors -------------------------------------------------------------------------------------
-
-
-def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
-    """One mesh of each shape for the whole process, since each makes process groups."""
-    if shape not in _meshes:
-        names = ("copies", "shards")[-len(shape) :]
-        _meshes[shape] = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    return _meshes[shape]
-
-
-def gaussian(seed: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator().manual_seed(Random(seed).randrange(2**31))
-    return torch.randn(tuple(shape), generator=generator).to(dtype)
-
-
-def part_of(parameter: Tensor, whole: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, cut like the parameter."""
-    return local_of(whole, parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else whole
-
-
-def like(parameter: Tensor, local: Tensor) -> Tensor:
-    """A local part as a tensor of the parameter's kind."""
-    if not isinstance(parameter, DTensor):
-        return local
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
-
-
-def _sharded(parameter: nn.Parameter, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
-    whole = parameter.detach()
-    local = local_of(whole, mesh, placements)
-    tensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
-    return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
-
-
-def _placements(random: Random, num_dims: int, num_axes: int) -> list[Placement]:
-    dims = [Shard(min(dim, num_dims - 1)) for dim in (0, 0, 0, 1)]
-    return [random.choice((*dims, Replicate())) for _ in range(num_axes)]
-
-
-def _piece(index: Tensor, sizes: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]) -> tuple[int, ...]:
-    """Elements of the part at a coordinate of the mesh."""
-    for size, position, placement in zip(sizes, coordinate, placements, strict=True):
-        if not isinstance(placement, Replicate):
-            index = placement._split_tensor(index, size, with_padding=False, contiguous=True)[0][position]  # type: ignore[attr-defined]
-    return tuple(index.flatten().tolist())
-
-
-def _elsewhere(local: Tensor, memory: str) -> Tensor:
-    """The same numbers column by column, with gaps between rows, or with torch's lazy sign."""
-    if memory == "negative":
-        return torch._neg_view(-local)
-    if memory == "columns":
-        return local.mT.contiguous().mT
-    return torch.zeros(*local.shape[:-1], local.size(-1) + 3, dtype=local.dtype)[..., 1:-2].copy_(local)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor().detach().clone() if isinstance(tensor, DTensor) else tensor.detach().clone()
-
-
-def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """The same nest of dictionaries and lists with other tensors."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {key: _mapped(item, function) for key, item in value.items()}
-    return [_mapped(item, function) for item in value] if isinstance(value, list) else value
 
 
 def tensors_of(machine: Machine) -> Iterator[tuple[str, Tensor]]:

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-# Private: FSDP2 on top of tensor parallelism makes it, and torch has no public name for it.
 # Private: what FSDP2 puts on top of tensor parallelism has no public name.
 from torch.distributed.tensor.placement_types import _StridedShard
 
